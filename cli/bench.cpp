@@ -1,0 +1,249 @@
+// scope bench: stages and whole calls against our own dense attention, in one run, as a table and JSON.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <ctime>
+
+#include "common.h"
+#include "core/numeric.h"
+#include "measure/synthetic.h"
+#include "methods/methods.h"
+
+namespace scope::cli {
+
+namespace {
+
+struct Options {
+  std::string grid, rope = "44,42,42", dtype = "f32", density = "0.2", json, commit;
+  int64_t heads = 2, quality = 0;
+  int repeat = 5;
+  uint64_t seed = 1;
+  bool suite = false, sweep = false;
+  MethodFlags method;
+  MachineFlags machine;
+};
+
+struct Case {
+  std::vector<int64_t> grid;
+  int64_t heads;
+  double density;
+};
+
+// One way to run: a plan whose calls are first calls (cold), or continue from a state (warm).
+struct Variant {
+  std::string name;
+  Settings settings;
+  bool warm;
+  std::unique_ptr<Runner> runner;
+  std::vector<CallStats> runs;
+};
+
+Qkv synthetic_input(const Case& c, const Options& options, ThreadPool& pool) {
+  const SyntheticSpec spec{
+      {c.grid[0], c.grid[1], c.grid[2]}, parse_list("--rope", options.rope, ','), c.heads, options.seed};
+  const SyntheticQkv made = make_qkv(spec, pool);
+  const auto convert = [&](const std::vector<float>& x) {
+    io::Array array{io::ElementType::f32, {made.heads, made.tokens, made.dim}, {}};
+    if (options.dtype == "f32") {
+      array.data.resize(x.size() * 4);
+      std::memcpy(array.data.data(), x.data(), array.data.size());
+    } else {
+      array.type = options.dtype == "bf16" ? io::ElementType::bf16 : io::ElementType::f16;
+      array.data.resize(x.size() * 2);
+      for (size_t i = 0; i < x.size(); ++i) {
+        const uint16_t bits = options.dtype == "bf16" ? f32_to_bf16(x[i]) : f32_to_f16(x[i]);
+        std::memcpy(array.data.data() + 2 * i, &bits, 2);
+      }
+    }
+    return array;
+  };
+  Qkv qkv = make_qkv_input(convert(made.q), convert(made.k), convert(made.v));
+  qkv.rope = spec.rope;
+  return qkv;
+}
+
+template <class Field>
+double median(const std::vector<CallStats>& runs, Field field) {
+  std::vector<double> values;
+  for (const CallStats& run : runs) values.push_back(run.*field);
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+std::vector<Variant> make_variants(const Settings& base, double density) {
+  const auto with = [&](const char* rule, std::initializer_list<std::pair<const char*, const char*>> more) {
+    Settings settings = base;
+    set_setting(settings, "rule", rule);
+    settings.density = density;
+    for (const auto& [name, value] : more) set_setting(settings, name, value);
+    return settings;
+  };
+  std::vector<Variant> variants;
+  const auto add = [&](std::string name, Settings settings, bool warm) {
+    variants.push_back({std::move(name), std::move(settings), warm, nullptr, {}});
+  };
+  add("dense", find_method("dense").settings(), false);
+  add("warm", with("target", {}), true);
+  add("warm, fixed k", with("fixed", {}), true);
+  add("warm, exact proxy", with("target", {{"proxy", "exact"}}), true);
+  add("cold", with("target", {}), false);
+  add("cold, first_sample=1", with("target", {{"first_sample", "1"}}), false);
+  return variants;
+}
+
+nlohmann::ordered_json run_case(const Case& c, const Options& options, const Context& context) {
+  const Qkv qkv = synthetic_input(c, options, *context.exec().pool);
+  std::vector<Variant> variants = make_variants(options.method.settings(), c.density);
+  CallArgs args;
+  args.q = qkv.view(qkv.q, qkv.q_tokens);
+  args.k = qkv.view(qkv.k, qkv.k_tokens);
+  args.v = qkv.view(qkv.v, qkv.k_tokens);
+  const Shape shape{.batch = 1,
+                    .heads = qkv.heads,
+                    .q_tokens = qkv.q_tokens,
+                    .k_tokens = qkv.k_tokens,
+                    .dim = qkv.dim,
+                    .dtype = qkv.dtype,
+                    .rope = qkv.rope,
+                    .subspaces = {}};
+  {
+    Progress progress(fmt::format("{} heads x {} tokens", c.heads, qkv.q_tokens),
+                      static_cast<int64_t>(variants.size()) * (options.repeat + 1));
+    for (Variant& variant : variants) {
+      variant.runner = std::make_unique<Runner>(context, variant.settings, shape);
+      if (options.quality > 0 && !variant.settings.dense) variant.runner->want_selection();
+      if (variant.warm) {
+        variant.runner->init_state();
+        variant.runner->run(args);
+      }
+      progress.step(variant.name);
+    }
+    // Interleaved, so that whatever else the machine does hits every variant alike.
+    for (int i = 0; i < options.repeat; ++i) {
+      for (Variant& variant : variants) {
+        variant.runner->run(args);
+        variant.runs.push_back(variant.runner->stats);
+        progress.step(variant.name);
+      }
+    }
+  }
+  const double dense = median(variants[0].runs, &CallStats::total);
+  const double flop = 4.0 * static_cast<double>(qkv.q_tokens) * static_cast<double>(qkv.k_tokens) *
+                      static_cast<double>(qkv.dim) * static_cast<double>(qkv.heads);
+  fmt::print("\n{}\n", bold(fmt::format("{} heads x {} tokens ({}) x {}, {}, density {}, {} threads, {}", c.heads,
+                                        qkv.q_tokens, fmt::join(c.grid, "x"), qkv.dim, options.dtype, c.density,
+                                        context.threads(), context.instruction_set())));
+  fmt::print("  {:<22} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9}{}\n", "", "density", "total ms", "speedup",
+             "group", "encode", "score", "select", "attend", "GFLOP/s", options.quality > 0 ? "  mass recall" : "");
+  nlohmann::ordered_json result{{"grid", c.grid},          {"heads", c.heads},       {"tokens", qkv.q_tokens},
+                                {"dim", qkv.dim},          {"dtype", options.dtype}, {"density", c.density},
+                                {"repeat", options.repeat}};
+  for (Variant& variant : variants) {
+    const double total = median(variant.runs, &CallStats::total), attend = median(variant.runs, &CallStats::attend);
+    const double density = variant.runner->stats.density;
+    std::string recall;
+    nlohmann::ordered_json row{{"name", variant.name},
+                               {"density", density},
+                               {"seconds", total},
+                               {"speedup", dense / total},
+                               {"attend_gflops", flop * density / attend / 1e9}};
+    for (const auto& [name, field] :
+         std::initializer_list<std::pair<const char*, double CallStats::*>>{{"check", &CallStats::check},
+                                                                            {"group", &CallStats::group},
+                                                                            {"encode", &CallStats::encode},
+                                                                            {"score", &CallStats::score},
+                                                                            {"select", &CallStats::select},
+                                                                            {"attend", &CallStats::attend}}) {
+      row["stages"][name] = median(variant.runs, field);
+    }
+    if (options.quality > 0) {
+      const Quality quality = measure(context, qkv, *variant.runner, variant.settings.dense, options.quality);
+      recall = fmt::format("  {:.4f} ± {:.4f}", quality.mass_recall, quality.mass_interval);
+      row["quality"] = {{"queries", quality.queries},
+                        {"mass_recall", quality.mass_recall},
+                        {"mass_interval", quality.mass_interval},
+                        {"oracle_recall", quality.oracle_recall},
+                        {"error", quality.error}};
+    }
+    if (!variant.settings.dense) row["settings"] = settings_json(variant.settings);
+    row["groups"] = variant.runner->plan().groups;
+    row["codes"] = variant.runner->plan().codes;
+    row["arithmetic"] = variant.runner->stats.arithmetic;
+    const auto ms = [&](double CallStats::*field) { return 1e3 * median(variant.runs, field); };
+    fmt::print("  {:<22} {:>8.4f} {:>9.1f} {:>8.2f}x {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>9.1f}{}\n",
+               variant.name, density, 1e3 * total, dense / total, ms(&CallStats::group), ms(&CallStats::encode),
+               ms(&CallStats::score), ms(&CallStats::select), ms(&CallStats::attend), flop * density / attend / 1e9, recall);
+    result["rows"].push_back(row);
+  }
+  return result;
+}
+
+std::vector<Case> cases(const Options& options) {
+  if (options.suite) return {{{16, 32, 32}, 2, 0.20}, {{21, 45, 80}, 1, 0.15}};
+  std::vector<double> densities;
+  size_t at = 0;
+  while (at <= options.density.size()) {
+    const size_t comma = std::min(options.density.find(',', at), options.density.size());
+    Settings check;
+    set_setting(check, "density", options.density.substr(at, comma - at));
+    densities.push_back(check.density);
+    at = comma + 1;
+  }
+  std::vector<Case> list;
+  if (options.sweep) {
+    for (const std::vector<int64_t>& grid : std::vector<std::vector<int64_t>>{
+             {4, 8, 16}, {4, 16, 16}, {8, 16, 16}, {8, 16, 32}, {8, 32, 32}, {16, 32, 32}, {16, 40, 52}}) {
+      for (const double density : {0.05, 0.1, 0.2, 0.3, 0.5}) list.push_back({grid, options.heads, density});
+    }
+    return list;
+  }
+  const auto grid = parse_list("--grid", options.grid.empty() ? "16x32x32" : options.grid, 'x');
+  require(grid.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW", options.grid);
+  for (const double density : densities) list.push_back({grid, options.heads, density});
+  return list;
+}
+
+void run(const Options& options) {
+  require(options.repeat >= 1 && options.repeat <= 1000, Status::invalid_argument, "--repeat: got {}, expected 1..1000",
+          options.repeat);
+  const Context context(options.machine.threads, options.machine.instruction_set);
+  nlohmann::ordered_json json{{"machine", machine_json(context)},
+                              {"commit", options.commit},
+                              {"version", SCOPE_VERSION},
+                              {"data", {{"source", "scope make-qkv"}, {"seed", options.seed}, {"rope", options.rope}}}};
+  for (const Case& c : cases(options)) {
+    json["cases"].push_back(run_case(c, options, context));
+    if (!options.json.empty()) write_json(options.json, json);  // what is measured is kept, whatever comes next
+  }
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "bench",
+      "Time the stages and whole calls on synthetic q, k, v: dense, warm and cold, rule=target at the given density and "
+      "fixed k\n"
+      "beside it. Medians of interleaved runs; the speedup is over our own dense attention in the same run.");
+  command->add_option("--grid", options->grid, "tokens along T, H and W (default 16x32x32)");
+  command->add_option("--rope", options->rope, "channels along T, H and W")->capture_default_str();
+  command->add_option("--heads", options->heads, "heads")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--dtype", options->dtype, "f32, f16 or bf16")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
+      ->capture_default_str();
+  command->add_option("--density", options->density, "one or more, separated by commas")->capture_default_str();
+  command->add_option("--repeat", options->repeat, "runs of each variant")->capture_default_str();
+  command->add_option("--seed", options->seed, "of the data")->capture_default_str();
+  command->add_option("--quality", options->quality, "also measure recall on N queries per head")->capture_default_str();
+  command->add_flag("--suite", options->suite, "the two shapes of the speed table: 2 x 16,384 at 0.20, 1 x 75,600 at 0.15");
+  command->add_flag("--sweep", options->sweep, "tokens x density, for the break-even table");
+  command->add_option("--json", options->json, "write the figures here");
+  command->add_option("--commit", options->commit, "recorded in the JSON");
+  options->method.add(*command);
+  options->machine.add(*command);
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace scope::cli

@@ -1,0 +1,300 @@
+// The parts that the commands share.
+#include "common.h"
+
+#include <fmt/format.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <fstream>
+
+#include "core/numeric.h"
+#include "methods/methods.h"
+#include "methods/models.h"
+
+namespace scope::cli {
+
+namespace {
+
+DType dtype_of(const char* name, const io::Array& array) {
+  switch (array.type) {
+    case io::ElementType::f32:
+      return DType::f32;
+    case io::ElementType::f16:
+      return DType::f16;
+    case io::ElementType::bf16:
+      return DType::bf16;
+    default:
+      fail(Status::dtype, "{}: got {}, expected f32, f16 or bf16", name, io::element_name(array.type));
+  }
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
+
+}  // namespace
+
+TensorView Qkv::view(const io::Array& x, int64_t tokens) const {
+  return {x.data.data(), dtype, batch, heads, tokens, dim, heads * tokens * dim, tokens * dim, dim};
+}
+
+Qkv make_qkv_input(io::Array q, io::Array k, io::Array v) {
+  Qkv out;
+  out.dtype = dtype_of("q", q);
+  for (const auto& [name, array] : {std::pair<const char*, const io::Array&>{"k", k}, {"v", v}}) {
+    require(dtype_of(name, array) == out.dtype, Status::dtype, "{}: got {}, expected q's {}", name,
+            io::element_name(array.type), dtype_name(out.dtype));
+  }
+  require(q.shape.size() == 3 || q.shape.size() == 4, Status::shape,
+          "q: got shape {}, expected [batch, heads, tokens, dim] or [heads, tokens, dim]", shape_text(q.shape));
+  require(k.shape.size() == q.shape.size(), Status::shape, "k: got shape {}, expected the rank of q's {}",
+          shape_text(k.shape), shape_text(q.shape));
+  require(v.shape == k.shape, Status::shape, "v: got shape {}, expected k's {}", shape_text(v.shape), shape_text(k.shape));
+  const size_t at = q.shape.size() - 3;
+  out.batched = at == 1;
+  out.batch = out.batched ? q.shape[0] : 1;
+  out.heads = q.shape[at];
+  out.q_tokens = q.shape[at + 1];
+  out.dim = q.shape[at + 2];
+  out.k_tokens = k.shape[at + 1];
+  require((!out.batched || k.shape[0] == out.batch) && k.shape[at] == out.heads && k.shape[at + 2] == out.dim, Status::shape,
+          "k: got shape {}, expected q's {} but for the token count", shape_text(k.shape), shape_text(q.shape));
+  out.q = std::move(q);
+  out.k = std::move(k);
+  out.v = std::move(v);
+  return out;
+}
+
+std::vector<int64_t> parse_list(const std::string& name, const std::string& text, char separator) {
+  std::vector<int64_t> values;
+  const char* at = text.data();
+  const char* end = at + text.size();
+  while (true) {
+    int64_t value = 0;
+    const auto [next, error] = std::from_chars(at, end, value);
+    require(error == std::errc() && value > 0 && (next == end || *next == separator), Status::invalid_argument,
+            "{}: got \"{}\", expected positive integers separated by '{}'", name, text, separator);
+    values.push_back(value);
+    if (next == end) return values;
+    at = next + 1;
+  }
+}
+
+Partition parse_subspaces(const std::string& text) {
+  const auto bad = [&](const char* why) {
+    fail(Status::invalid_argument, "subspaces: {}; expected JSON lists of channels such as [[0,1],[2,3]], got \"{}\"", why,
+         text.substr(0, 80));
+  };
+  const auto json = nlohmann::json::parse(text, nullptr, false);
+  if (!json.is_array() || json.empty()) bad("not a list");
+  Partition partition;
+  for (const auto& set : json) {
+    if (!set.is_array()) bad("not a list of lists");
+    auto& channels = partition.emplace_back();
+    for (const auto& channel : set) {
+      if (!channel.is_number_integer() || channel < 0 || channel > 100000) bad("a channel is not an index");
+      channels.push_back(channel.get<int32_t>());
+    }
+  }
+  return partition;
+}
+
+Runner::Runner(const Context& context, const Settings& settings, const Shape& shape)
+    : plan_(context, settings, shape), workspace_(new std::byte[static_cast<size_t>(plan_.workspace_bytes)]) {
+  const int64_t heads = shape.batch * shape.heads;
+  out.resize(static_cast<size_t>(heads * shape.q_tokens * shape.dim * dtype_bytes(shape.dtype)));
+  head_stats.resize(static_cast<size_t>(heads));
+}
+
+void Runner::want_selection() {
+  const Shape& shape = plan_.shape;
+  const auto heads = static_cast<size_t>(shape.batch * shape.heads);
+  const auto groups = static_cast<size_t>(plan_.selection_groups), words = static_cast<size_t>(mask_words(shape.k_tokens));
+  labels.resize(heads * static_cast<size_t>(shape.q_tokens));
+  sizes.resize(heads * groups);
+  counts.resize(heads * groups);
+  mask.resize(heads * groups * words);
+  keep.resize(static_cast<size_t>(shape.batch) * words);
+  centroids.resize(heads * static_cast<size_t>(plan_.groups * shape.dim));
+  codebooks.resize(heads * static_cast<size_t>(plan_.codes * shape.dim));
+  codes.resize(heads * plan_.partition.size() * static_cast<size_t>(shape.k_tokens));
+}
+
+void Runner::init_state() {
+  state_.assign(static_cast<size_t>(plan_.state_bytes), std::byte{0});
+  if (plan_.state_bytes > 0) scope::init_state(plan_, state_.data());
+}
+
+void Runner::run(CallArgs args) {
+  const Shape& shape = plan_.shape;
+  const int64_t tokens = shape.q_tokens, dim = shape.dim;
+  args.out = {out.data(), shape.dtype, shape.batch, shape.heads, tokens, dim, shape.heads * tokens * dim, tokens * dim, dim};
+  args.workspace = workspace_.get();
+  args.workspace_bytes = plan_.workspace_bytes;
+  args.state = state_.empty() ? nullptr : state_.data();
+  if (!labels.empty()) {
+    args.selection = {labels.data(),
+                      sizes.data(),
+                      counts.data(),
+                      mask.data(),
+                      keep.data(),
+                      centroids.data(),
+                      codebooks.empty() ? nullptr : codebooks.data(),
+                      codes.empty() ? nullptr : codes.data()};
+  }
+  args.stats = &stats;
+  args.head_stats = head_stats.data();
+  call(plan_, args);
+}
+
+Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bool dense, int64_t samples) {
+  std::vector<Quality> heads;
+  const Shape& shape = runner.plan().shape;
+  const int64_t words = mask_words(shape.k_tokens), groups = runner.plan().selection_groups;
+  const TensorView out{runner.out.data(),
+                       shape.dtype,
+                       shape.batch,
+                       shape.heads,
+                       shape.q_tokens,
+                       shape.dim,
+                       shape.heads * shape.q_tokens * shape.dim,
+                       shape.q_tokens * shape.dim,
+                       shape.dim};
+  for (int64_t b = 0; b < qkv.batch; ++b) {
+    for (int64_t h = 0; h < qkv.heads; ++h) {
+      const int64_t head = b * qkv.heads + h;
+      HeadSelection selection;
+      if (!dense) {
+        selection = {runner.labels.data() + head * shape.q_tokens, runner.mask.data() + head * groups * words,
+                     runner.keep.data() + b * words};
+      }
+      heads.push_back(measure_head(*context.exec().pool, qkv.view(qkv.q, qkv.q_tokens).head(b, h),
+                                   qkv.view(qkv.k, qkv.k_tokens).head(b, h), qkv.view(qkv.v, qkv.k_tokens).head(b, h),
+                                   out.head(b, h), selection, samples));
+    }
+  }
+  return mean_quality(heads.data(), static_cast<int64_t>(heads.size()));
+}
+
+nlohmann::ordered_json settings_json(const Settings& settings) {
+  nlohmann::ordered_json json;
+  for (const Setting& setting : settings_table()) json[setting.name] = setting.get(settings);
+  return json;
+}
+
+nlohmann::ordered_json stats_json(const Runner& runner) {
+  const CallStats& s = runner.stats;
+  const Plan& plan = runner.plan();
+  nlohmann::ordered_json json{{"ran", reason_text(s.reason)},
+                              {"warm", s.warm},
+                              {"iterations", s.iterations},
+                              {"arithmetic", s.arithmetic},
+                              {"instruction_set", s.instruction_set},
+                              {"threads", plan.context.threads()},
+                              {"density", s.density},
+                              {"total_density", s.total_density},
+                              {"workspace_bytes", plan.workspace_bytes},
+                              {"state_bytes", plan.state_bytes},
+                              {"seconds",
+                               {{"check", s.check},
+                                {"group", s.group},
+                                {"encode", s.encode},
+                                {"score", s.score},
+                                {"select", s.select},
+                                {"attend", s.attend},
+                                {"total", s.total}}}};
+  for (size_t i = 0; i < runner.head_stats.size(); ++i) {
+    const HeadStats& h = runner.head_stats[i];
+    nlohmann::ordered_json head{{"batch", static_cast<int64_t>(i) / plan.shape.heads},
+                                {"head", static_cast<int64_t>(i) % plan.shape.heads},
+                                {"density", h.density},
+                                {"total_density", h.total_density},
+                                {"rho", h.rho},
+                                {"alpha", h.alpha},
+                                {"k_head", h.head_budget},
+                                {"queries", h.queries},
+                                {"keys", h.keys},
+                                {"groups", h.groups},
+                                {"codes", h.codes},
+                                {"empty_groups", h.empty_groups},
+                                {"empty_codes", h.empty_codes},
+                                {"min_count", h.min_count},
+                                {"max_count", h.max_count}};
+    if (!runner.sizes.empty()) {
+      const auto groups = static_cast<size_t>(plan.selection_groups);
+      head["group_sizes"] = std::vector<int32_t>(runner.sizes.begin() + i * groups, runner.sizes.begin() + (i + 1) * groups);
+    }
+    json["heads"].push_back(head);
+  }
+  return json;
+}
+
+nlohmann::ordered_json machine_json(const Context& context) {
+  std::string cpu = "unknown", line;
+  std::ifstream info("/proc/cpuinfo");
+  while (std::getline(info, line)) {
+    if (line.starts_with("model name")) {
+      cpu = line.substr(line.find(':') + 2);
+      break;
+    }
+  }
+  utsname system{};
+  uname(&system);
+  return {{"cpu", cpu},
+          {"system", fmt::format("{} {}", system.sysname, system.machine)},
+          {"threads", context.threads()},
+          {"instruction_set", context.instruction_set()}};
+}
+
+void write_json(const std::string& path, const nlohmann::ordered_json& json) {
+  const std::string text = json.dump(2) + "\n";
+  const std::span<const std::byte> part = std::as_bytes(std::span(text));
+  io::write_file(path, {&part, 1});
+}
+
+void MethodFlags::add(CLI::App& app, bool with_method) {
+  if (with_method) app.add_option("--method", method, "a row of `scope methods`")->capture_default_str();
+  app.add_option("--model", model, "take rho and the schedule of a known model (see `scope methods`)");
+  app.add_option("--set", set, "one setting, as name=value; repeat for more (see `scope methods`)")->allow_extra_args(false);
+}
+
+Settings MethodFlags::settings() const {
+  Settings result = find_method(method).settings();
+  if (!model.empty()) apply_model(find_model(model), result);
+  for (const std::string& item : set) {
+    const size_t equals = item.find('=');
+    require(equals != std::string::npos, Status::invalid_argument, "--set: got \"{}\", expected name=value", item);
+    set_setting(result, std::string_view(item).substr(0, equals), std::string_view(item).substr(equals + 1));
+  }
+  return result;
+}
+
+void MachineFlags::add(CLI::App& app) {
+  app.add_option("--threads", threads, "CPU threads; 0 = one per core")->capture_default_str();
+  app.add_option("--instruction-set", instruction_set, "auto, avx512, avx2 or portable")->capture_default_str();
+}
+
+double now_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+std::string bold(const std::string& text) { return isatty(STDOUT_FILENO) == 1 ? "\x1b[1m" + text + "\x1b[0m" : text; }
+
+Progress::Progress(std::string what, int64_t total)
+    : what_(std::move(what)), total_(total), shown_(isatty(STDERR_FILENO) == 1), start_(now_seconds()) {}
+
+Progress::~Progress() {
+  if (shown_) fmt::print(stderr, "\r\x1b[K");
+}
+
+void Progress::step(const std::string& note) {
+  ++done_;
+  if (!shown_) return;
+  constexpr int64_t kWidth = 30;
+  const int64_t filled = kWidth * done_ / std::max<int64_t>(total_, 1);
+  const double left = (now_seconds() - start_) / static_cast<double>(done_) * static_cast<double>(total_ - done_);
+  fmt::print(stderr, "\r\x1b[K{} [{}{}] {}/{} {:.0f} s left  {}", what_, std::string(static_cast<size_t>(filled), '#'),
+             std::string(static_cast<size_t>(kWidth - filled), '.'), done_, total_, left, note);
+  std::fflush(stderr);
+}
+
+}  // namespace scope::cli

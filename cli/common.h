@@ -1,0 +1,108 @@
+// What the commands share: q, k, v from files, one call with its buffers, tables, progress, exit codes.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "io/file.h"
+#include "measure/recall.h"
+#include "pipeline/call.h"
+
+namespace scope::cli {
+
+// q, k and v as [batch, heads, tokens, dim], with what the file's metadata or the flags said of them.
+struct Qkv {
+  io::Array q, k, v;
+  int64_t batch = 1, heads = 0, q_tokens = 0, k_tokens = 0, dim = 0;
+  bool batched = false;  // the file had a batch dimension
+  DType dtype = DType::f32;
+  std::vector<int64_t> rope;
+  Partition subspaces;
+
+  TensorView view(const io::Array& x, int64_t tokens) const;
+};
+
+// Checks ranks, dtypes and shapes; the arrays come from anywhere.
+Qkv make_qkv_input(io::Array q, io::Array k, io::Array v);
+std::vector<int64_t> parse_list(const std::string& name, const std::string& text, char separator);
+Partition parse_subspaces(const std::string& json);
+
+// One plan with everything that a call needs, owned.
+class Runner {
+ public:
+  Runner(const Context& context, const Settings& settings, const Shape& shape);
+  const Plan& plan() const { return plan_; }
+  // Buffers for the selection, filled by every run from now on.
+  void want_selection();
+  void run(CallArgs args);
+  void init_state();
+  std::vector<std::byte>& state() { return state_; }
+
+  std::vector<float> out_f32() const;
+  std::vector<std::byte> out;  // [batch, heads, q_tokens, dim]
+  std::vector<int32_t> labels, sizes, counts, codes;
+  std::vector<uint32_t> mask, keep;
+  std::vector<float> centroids, codebooks;
+  CallStats stats;
+  std::vector<HeadStats> head_stats;
+
+ private:
+  Plan plan_;
+  std::unique_ptr<std::byte[]> workspace_;
+  std::vector<std::byte> state_;
+};
+
+// Quality of the last run, averaged over heads.
+Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bool dense, int64_t samples);
+
+nlohmann::ordered_json settings_json(const Settings& settings);
+nlohmann::ordered_json stats_json(const Runner& runner);
+nlohmann::ordered_json machine_json(const Context& context);
+void write_json(const std::string& path, const nlohmann::ordered_json& json);
+
+// Options that several commands take.
+struct MethodFlags {
+  std::string method = "scope", model;
+  std::vector<std::string> set;
+  void add(CLI::App& app, bool with_method = true);
+  Settings settings() const;
+};
+struct MachineFlags {
+  int threads = 0;
+  std::string instruction_set = "auto";
+  void add(CLI::App& app);
+};
+
+// A line on stderr that is redrawn in place, only when stderr is a terminal.
+class Progress {
+ public:
+  Progress(std::string what, int64_t total);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  void step(const std::string& note = "");
+
+ private:
+  std::string what_;
+  int64_t total_, done_ = 0;
+  bool shown_;
+  double start_;
+};
+
+double now_seconds();
+std::string bold(const std::string& text);  // only when stdout is a terminal
+
+// The commands; each adds itself and runs through its callback.
+void add_make_qkv(CLI::App& app);
+void add_attend(CLI::App& app);
+void add_bench(CLI::App& app);
+void add_demo(CLI::App& app);
+void add_doctor(CLI::App& app);
+void add_methods(CLI::App& app);
+
+}  // namespace scope::cli

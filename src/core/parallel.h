@@ -1,0 +1,46 @@
+// A pool of threads that runs numbered chunks; results never depend on which thread ran which chunk.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace scope {
+
+class ThreadPool {
+ public:
+  // `threads` counts the caller; 0 means one per available core.
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls body(chunk, thread) once for each chunk in [0, chunks), thread in [0, threads()). Returns when all are
+  // done; the first exception is rethrown here and stops chunks that have not begun.
+  void run(int64_t chunks, const std::function<void(int64_t chunk, int thread)>& body);
+
+ private:
+  void work(int thread);
+  void drain(int thread);
+
+  std::mutex mutex_;
+  std::condition_variable start_, done_;
+  const std::function<void(int64_t, int)>* body_ = nullptr;
+  int64_t chunks_ = 0, next_ = 0;
+  int busy_ = 0;
+  uint64_t round_ = 0;
+  bool stop_ = false;
+  std::exception_ptr error_;
+  std::vector<std::thread> workers_;
+};
+
+// Cores this process may use.
+int available_cores();
+
+}  // namespace scope

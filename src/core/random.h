@@ -1,0 +1,41 @@
+// Philox4x32-10: a counter-based generator, so that draw i is the same on every thread, device and rank.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace scope {
+
+inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53u} * counter[0];
+    const uint64_t b = uint64_t{0xCD9E8D57u} * counter[2];
+    counter = {static_cast<uint32_t>(b >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(b),
+               static_cast<uint32_t>(a >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(a)};
+    key[0] += 0x9E3779B9u;
+    key[1] += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+// A stream of draws named by what it is for: (seed, tensor, subspace) and a purpose.
+struct RandomStream {
+  uint64_t seed = 0;
+  uint32_t tensor = 0;  // 0: queries, 1: keys
+  uint32_t subspace = 0;
+  uint32_t purpose = 0;  // 0: starting rows, 1: sample of tokens, 2: channel permutation, 3: synthetic data
+
+  uint64_t bits(uint64_t i) const {
+    const auto block = philox({static_cast<uint32_t>(i), static_cast<uint32_t>(i >> 32), tensor | (purpose << 8), subspace},
+                              {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+    return uint64_t{block[1]} << 32 | block[0];
+  }
+  // Uniform in [0, n): the high half of a 64 x 64 product; the bias is below n / 2^64.
+  int64_t index(uint64_t i, int64_t n) const {
+    return static_cast<int64_t>((static_cast<unsigned __int128>(bits(i)) * static_cast<uint64_t>(n)) >> 64);
+  }
+  // Uniform in [0, 1).
+  double uniform(uint64_t i) const { return static_cast<double>(bits(i) >> 11) * 0x1p-53; }
+};
+
+}  // namespace scope

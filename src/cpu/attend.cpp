@@ -1,0 +1,191 @@
+// attend on the CPU: blocks of selected keys are gathered and packed once for all queries of a tile, then strips of
+// queries go through product, online softmax and accumulation.
+#include "stages/attend.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "core/numeric.h"
+#include "cpu/kernels.h"
+
+namespace scope::cpu {
+
+namespace {
+
+constexpr int64_t kTileRows = 252;  // queries that share one packed block of keys; a multiple of kStrip
+
+struct Tile {
+  int64_t group, begin, end;  // queries order[begin .. end)
+};
+
+struct Layout {
+  int64_t stride;  // padded channels
+  Tile* tiles;     // [max_tiles]
+  std::byte* q;    // [threads, kTileRows, stride] packed
+  std::byte* k;    // [threads, kKeyBlock, stride] packed panels
+  std::byte* v;    // [threads, kKeyBlock, stride] packed
+  float* buffer;   // [threads, kKeyBlock, stride]
+  float* s;        // [threads, kStrip, kKeyBlock]
+  float* o;        // [threads, kTileRows, stride]
+  float* m;        // [threads, 3, kTileRows]: running maximum, running sum, rescaling factor
+
+  Layout(Arena arena, const Exec& exec, int64_t q_tokens, int64_t dim, int64_t groups, int64_t* bytes = nullptr) {
+    const int64_t threads = exec.pool->threads();
+    const auto element = static_cast<int64_t>(sizeof(float));  // the largest any arithmetic uses
+    stride = round_up(dim, 2 * kLanes);
+    tiles = arena.take<Tile>(groups + q_tokens / kTileRows + 1);
+    q = arena.take<std::byte>(threads * kTileRows * stride * element);
+    k = arena.take<std::byte>(threads * kKeyBlock * stride * element);
+    v = arena.take<std::byte>(threads * kKeyBlock * stride * element);
+    buffer = arena.take<float>(threads * kKeyBlock * stride);
+    s = arena.take<float>(threads * kStrip * kKeyBlock);
+    o = arena.take<float>(threads * kTileRows * stride);
+    m = arena.take<float>(threads * 3 * kTileRows);
+    if (bytes != nullptr) *bytes = arena.used();
+  }
+};
+
+// Walks the set bits of one or two bitmasks in ascending order.
+class BitWalk {
+ public:
+  BitWalk(const uint32_t* mask, const uint32_t* also, int64_t bits) : mask_(mask), also_(also), words_(mask_words(bits)) {}
+
+  // The next positions, at most `most`; 0 at the end.
+  int64_t next(int32_t* out, int64_t most) {
+    int64_t n = 0;
+    while (true) {
+      for (; word_ != 0 && n < most; word_ &= word_ - 1) {
+        out[n++] = static_cast<int32_t>(32 * (at_ - 1) + std::countr_zero(word_));
+      }
+      if (n == most || at_ == words_) return n;
+      word_ = mask_[at_] | (also_ == nullptr ? 0u : also_[at_]);
+      ++at_;
+    }
+  }
+
+ private:
+  const uint32_t* mask_;
+  const uint32_t* also_;
+  int64_t words_, at_ = 0;
+  uint32_t word_ = 0;
+};
+
+class Attention {
+ public:
+  Attention(const Exec& exec, const AttendArgs& args)
+      : exec_(exec),
+        args_(args),
+        kernels_(args.q.dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr ? *exec.attend_kernels_bf16
+                                                                                    : *exec.attend_kernels),
+        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.q.tokens, args.q.dim, args.groups),
+        channels_(round_up(args.q.dim, kLanes)),
+        unit_(args.scale * 1.44269504088896f) {}
+
+  void run() {
+    const int64_t tiles = make_tiles();
+    exec_.pool->run(tiles, [&](int64_t i, int thread) { tile(at_.tiles[i], thread); });
+    for (int64_t i = args_.offsets[args_.groups]; i < args_.q.tokens; ++i) {
+      const int64_t token = args_.order[i];
+      std::fill_n(args_.out.row(token), args_.q.dim * dtype_bytes(args_.out.dtype), std::byte{0});
+      if (args_.lse != nullptr) args_.lse[token] = -std::numeric_limits<float>::infinity();
+    }
+  }
+
+ private:
+  // Large groups are cut into equal tiles. The longest work goes first, so that threads finish together.
+  int64_t make_tiles() {
+    int64_t n = 0;
+    for (int64_t c = 0; c < args_.groups; ++c) {
+      const int64_t begin = args_.offsets[c], size = args_.offsets[c + 1] - begin;
+      const int64_t parts = ceil_div(size, kTileRows);
+      if (parts == 0) continue;
+      const int64_t height = round_up(ceil_div(size, parts), kStrip);
+      for (int64_t at = 0; at < size; at += height) at_.tiles[n++] = {c, begin + at, begin + std::min(at + height, size)};
+    }
+    std::stable_sort(at_.tiles, at_.tiles + n,
+                     [](const Tile& a, const Tile& b) { return a.end - a.begin > b.end - b.begin; });
+    return n;
+  }
+
+  void tile(const Tile& tile, int thread) {
+    const int64_t rows = tile.end - tile.begin, stride = at_.stride;
+    const int32_t* queries = args_.order + tile.begin;
+    std::byte* q = at_.q + thread * kTileRows * stride * static_cast<int64_t>(sizeof(float));
+    float* o = at_.o + thread * kTileRows * stride;
+    float* m = at_.m + thread * 3 * kTileRows;
+    float* l = m + kTileRows;
+    kernels_.pack_q(*exec_.kernels, args_.q, queries, rows, q, stride);
+    std::fill_n(o, rows * stride, 0.0f);
+    std::fill_n(m, rows, -std::numeric_limits<float>::infinity());
+    std::fill_n(l, rows, 0.0f);
+
+    int32_t keys[kKeyBlock];
+    BitWalk walk(args_.mask + tile.group * mask_words(args_.k.tokens), args_.keep, args_.k.tokens);
+    while (const int64_t n = walk.next(keys, kKeyBlock)) block(args_.k, args_.v, keys, n, nullptr, rows, thread);
+    if (args_.extra.count > 0) {
+      const RowsView k{args_.extra.k, DType::f32, args_.extra.count, args_.q.dim, args_.q.dim};
+      const RowsView v{args_.extra.v, DType::f32, args_.extra.count, args_.q.dim, args_.q.dim};
+      BitWalk extra(args_.extra.mask + tile.group * mask_words(args_.extra.count), nullptr, args_.extra.count);
+      while (const int64_t n = extra.next(keys, kKeyBlock)) block(k, v, keys, n, args_.extra.bias, rows, thread);
+    }
+
+    for (int64_t i = 0; i < rows; ++i) {
+      const float inverse = l[i] == 0.0f ? 0.0f : 1.0f / l[i];
+      exec_.kernels->store_row(o + i * stride, inverse, args_.q.dim, args_.out.dtype, args_.out.row(queries[i]));
+      if (args_.lse != nullptr) args_.lse[queries[i]] = m[i] * 0.693147180559945f + std::log(l[i]);
+    }
+  }
+
+  // One block of keys against every query of the tile.
+  void block(const RowsView& k, const RowsView& v, const int32_t* keys, int64_t n, const float* bias, int64_t rows,
+             int thread) {
+    const int64_t stride = at_.stride;
+    const auto width = static_cast<int64_t>(sizeof(float));
+    std::byte* q = at_.q + thread * kTileRows * stride * width;
+    std::byte* packed_k = at_.k + thread * kKeyBlock * stride * width;
+    std::byte* packed_v = at_.v + thread * kKeyBlock * stride * width;
+    float* buffer = at_.buffer + thread * kKeyBlock * stride;
+    float* s = at_.s + thread * kStrip * kKeyBlock;
+    float* o = at_.o + thread * kTileRows * stride;
+    float* m = at_.m + thread * 3 * kTileRows;
+    float* l = m + kTileRows;
+    float* factor = l + kTileRows;
+    kernels_.pack_k(*exec_.kernels, k, keys, n, packed_k, buffer, stride);
+    kernels_.pack_v(*exec_.kernels, v, keys, n, packed_v, buffer, stride);
+    for (int64_t i = 0; i < rows; i += kStrip) {
+      const int64_t height = std::min(kStrip, rows - i);
+      kernels_.dot(q + i * stride * kernels_.element, stride, height, packed_k, n, args_.q.dim, s, kKeyBlock);
+      if (bias != nullptr) {
+        for (int64_t r = 0; r < height; ++r) {
+          for (int64_t j = 0; j < n; ++j) s[r * kKeyBlock + j] += bias[keys[j]] / args_.scale;
+        }
+      }
+      kernels_.softmax(s, kKeyBlock, height, n, unit_, m + i, l + i, factor);
+      kernels_.accumulate(s, kKeyBlock, height, packed_v, stride, n, channels_, factor, o + i * stride, stride);
+    }
+  }
+
+  const Exec& exec_;
+  const AttendArgs& args_;
+  const AttendKernels& kernels_;
+  Layout at_;
+  int64_t channels_;
+  float unit_;  // logits in units of log 2
+};
+
+}  // namespace
+
+int64_t attend_scratch(const Exec& exec, int64_t q_tokens, int64_t, int64_t dim, int64_t groups) {
+  int64_t bytes = 0;
+  Layout(Arena(), exec, q_tokens, dim, groups, &bytes);
+  return bytes;
+}
+
+void attend(const Exec& exec, const AttendArgs& args) {
+  if (args.q.tokens > 0) Attention(exec, args).run();
+}
+
+}  // namespace scope::cpu

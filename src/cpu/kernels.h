@@ -1,0 +1,86 @@
+// The inner loops of the CPU backend, one table per instruction set; everything above them is ordinary C++.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/tensor.h"
+
+namespace scope::cpu {
+
+// Rows that one strip of a product covers, and the alignment of padded channel counts (one 512-bit vector of f32).
+inline constexpr int64_t kStrip = 6;
+inline constexpr int64_t kLanes = 16;
+// Keys that attend packs at a time; a multiple of every panel width.
+inline constexpr int64_t kKeyBlock = 256;
+
+struct Kernels {
+  const char* name;
+  int64_t panel;  // columns of a packed panel
+
+  // Rows `rows[0..count)` of src as f32 into out [count, stride]; columns from src.dim up to the next multiple of
+  // kLanes are zeroed (stride allows for them).
+  void (*load_rows)(const RowsView& src, const int32_t* rows, int64_t count, float* out, int64_t stride);
+  // factor * in [dim] into one row of dtype `dtype`.
+  void (*store_row)(const float* in, float factor, int64_t dim, DType dtype, void* out);
+  // Transposes in [count, stride] into panels [ceil(count / panel), depth, panel], the last one zero-padded.
+  void (*pack)(const float* in, int64_t stride, int64_t count, int64_t depth, float* panels);
+  // out [rows, out_stride] = a [rows, a_stride] . panels, for all columns of ceil(columns / panel) panels.
+  void (*dot)(const float* a, int64_t a_stride, int64_t rows, const float* panels, int64_t columns, int64_t depth,
+              float* out, int64_t out_stride);
+  // out [rows, out_stride] = out * factor[row] + p [rows, p_stride] . v [keys, v_stride], `channels` of them (a
+  // multiple of kLanes).
+  void (*accumulate)(const float* p, int64_t p_stride, int64_t rows, const float* v, int64_t v_stride, int64_t keys,
+                     int64_t channels, const float* factor, float* out, int64_t out_stride);
+  // labels[row] = argmax over n columns of s[row] - penalty, ties to the lowest; n is a multiple of panel.
+  void (*argmax)(const float* s, int64_t stride, int64_t rows, int64_t n, const float* penalty, int32_t* labels);
+  // out [depth] += in [depth].
+  void (*add)(const float* in, int64_t depth, float* out);
+  // out[j] = sum over m of table[m * codes + labels[m * count + j]].
+  void (*lookup)(const float* table, int64_t codes, int64_t subspaces, const int32_t* labels, int64_t count, float* out);
+  void (*min_max)(const float* row, int64_t n, float* low, float* high);
+  // bins[j] = min(int((high - row[j]) * per_bin), last); when mass is given, mass[j] = exp(row[j] - high).
+  void (*bin)(const float* row, int64_t n, float high, float per_bin, int32_t last, int32_t* bins, float* mass);
+  // Bits of row[j] > threshold into words [ceil(n / 32)].
+  void (*above)(const float* row, int64_t n, float threshold, uint32_t* words);
+  bool (*all_finite)(const RowsView& src, const int32_t* rows, int64_t count);
+};
+
+// The arithmetic of attend: f32 on every instruction set; bf16 dot products where the CPU has them. Packed q, k, v
+// and p are opaque to the caller; `element` is their size.
+struct AttendKernels {
+  const char* name;
+  int64_t panel;
+  int64_t element;
+  const Kernels* base;
+  // q rows into out [count, stride].
+  void (*pack_q)(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* out, int64_t stride);
+  // k rows into panels; `buffer` holds panel * stride f32.
+  void (*pack_k)(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* panels, float* buffer,
+                 int64_t stride);
+  // v rows into a block of [count, stride].
+  void (*pack_v)(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* block, float* buffer,
+                 int64_t stride);
+  void (*dot)(const void* q, int64_t q_stride, int64_t rows, const void* panels, int64_t columns, int64_t depth, float* s,
+              int64_t s_stride);
+  // Online softmax of `rows` strips of n logits: with x = unit * s, the running maximum m and sum l are updated,
+  // factor = exp2(m_old - m_new), and p = exp2(x - m) replaces s (in the arithmetic's own format, same row stride
+  // in bytes). s has room for n rounded up to a panel.
+  void (*softmax)(float* s, int64_t stride, int64_t rows, int64_t n, float unit, float* m, float* l, float* factor);
+  void (*accumulate)(const float* p, int64_t p_stride, int64_t rows, const void* v, int64_t v_stride, int64_t keys,
+                     int64_t channels, const float* factor, float* out, int64_t out_stride);
+};
+
+// An instruction set that this build has and this CPU can run.
+struct InstructionSet {
+  const char* name;  // avx512, avx2, portable
+  const Kernels* kernels;
+  const AttendKernels* attend;
+};
+
+// Best first; never empty.
+std::vector<InstructionSet> instruction_sets();
+// Null where the CPU or the build lacks it.
+const AttendKernels* bf16_dot_kernels();
+
+}  // namespace scope::cpu

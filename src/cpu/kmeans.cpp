@@ -1,0 +1,176 @@
+// K-means on the CPU: assignment as a blocked product with a fused argmax, update by a counting sort and ordered sums.
+#include "stages/kmeans.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/numeric.h"
+#include "cpu/kernels.h"
+
+namespace scope::cpu {
+
+namespace {
+
+constexpr int64_t kRowsPerChunk = 480;  // tokens that a thread assigns at a time; a multiple of kStrip
+constexpr int64_t kSumBlock = 128;      // rows added in one run before the sum moves to double
+
+struct Layout {
+  int64_t row_stride, padded_clusters;
+  float* panels;     // centroids, packed
+  float* penalty;    // [padded_clusters] half squared norms; +inf on padding
+  float* points;     // [threads, kRowsPerChunk, row_stride]
+  float* strip;      // [threads, kStrip, padded_clusters]
+  float* row;        // [threads, padded dim] for the update
+  float* block_sum;  // [threads, row_stride]
+  double* sum;       // [threads, depth]
+  int32_t* sample;   // [count] positions in `rows`
+
+  Layout(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t depth, int64_t clusters,
+         int64_t* bytes = nullptr) {
+    const int64_t threads = exec.pool->threads();
+    row_stride = round_up(std::max(dim, depth), kLanes);
+    padded_clusters = round_up(clusters, exec.kernels->panel);
+    panels = arena.take<float>(padded_clusters * depth);
+    penalty = arena.take<float>(padded_clusters);
+    points = arena.take<float>(threads * kRowsPerChunk * row_stride);
+    strip = arena.take<float>(threads * kStrip * padded_clusters);
+    row = arena.take<float>(threads * row_stride);
+    block_sum = arena.take<float>(threads * row_stride);
+    sum = arena.take<double>(threads * row_stride);
+    sample = arena.take<int32_t>(count);
+    if (bytes != nullptr) *bytes = arena.used();
+  }
+};
+
+bool is_whole(const KMeansArgs& args) {
+  if (args.depth != args.points.dim) return false;
+  for (int64_t c = 0; c < args.depth; ++c) {
+    if (args.channels[c] != c) return false;
+  }
+  return true;
+}
+
+// Keeps the chosen channels of each row, in place.
+void keep_channels(const KMeansArgs& args, float* rows, int64_t stride, int64_t count) {
+  for (int64_t i = 0; i < count; ++i, rows += stride) {
+    float kept[256];
+    for (int64_t c = 0; c < args.depth; ++c) kept[c] = rows[args.channels[c]];
+    std::copy_n(kept, args.depth, rows);
+  }
+}
+
+void pack_centroids(const Exec& exec, const KMeansArgs& args, const Layout& at) {
+  exec.kernels->pack(args.centroids, args.depth, args.clusters, args.depth, at.panels);
+  for (int64_t c = 0; c < at.padded_clusters; ++c) {
+    if (c >= args.clusters) {
+      at.penalty[c] = std::numeric_limits<float>::infinity();
+      continue;
+    }
+    double norm = 0;
+    for (int64_t i = 0; i < args.depth; ++i) {
+      const double x = args.centroids[c * args.depth + i];
+      norm += x * x;
+    }
+    at.penalty[c] = static_cast<float>(0.5 * norm);
+  }
+}
+
+// Labels of the tokens rows[i], i in [0, count).
+void assign(const Exec& exec, const KMeansArgs& args, const Layout& at, bool whole, const int32_t* rows, int64_t count) {
+  pack_centroids(exec, args, at);
+  exec.pool->run(ceil_div(count, kRowsPerChunk), [&](int64_t chunk, int thread) {
+    const int64_t first = chunk * kRowsPerChunk;
+    const int64_t n = std::min(kRowsPerChunk, count - first);
+    float* points = at.points + thread * kRowsPerChunk * at.row_stride;
+    float* strip = at.strip + thread * kStrip * at.padded_clusters;
+    exec.kernels->load_rows(args.points, rows + first, n, points, at.row_stride);
+    if (!whole) keep_channels(args, points, at.row_stride, n);
+    for (int64_t i = 0; i < n; i += kStrip) {
+      const int64_t height = std::min(kStrip, n - i);
+      exec.kernels->dot(points + i * at.row_stride, at.row_stride, height, at.panels, args.clusters, args.depth, strip,
+                        at.padded_clusters);
+      exec.kernels->argmax(strip, at.padded_clusters, height, at.padded_clusters, at.penalty, args.labels + first + i);
+    }
+  });
+}
+
+// Counting sort of positions by label: ascending within a label, so every sum below has one fixed order.
+void sort_by_label(const KMeansArgs& args, int64_t count) {
+  std::fill_n(args.sizes, args.clusters, 0);
+  for (int64_t i = 0; i < count; ++i) ++args.sizes[args.labels[i]];
+  args.offsets[0] = 0;
+  for (int64_t c = 0; c < args.clusters; ++c) args.offsets[c + 1] = args.offsets[c] + args.sizes[c];
+  for (int64_t i = 0; i < count; ++i) args.order[args.offsets[args.labels[i]]++] = static_cast<int32_t>(i);
+  for (int64_t c = args.clusters; c > 0; --c) args.offsets[c] = args.offsets[c - 1];
+  args.offsets[0] = 0;
+}
+
+void update(const Exec& exec, const KMeansArgs& args, const Layout& at, bool whole, const int32_t* rows) {
+  exec.pool->run(args.clusters, [&](int64_t c, int thread) {
+    const int64_t begin = args.offsets[c], end = args.offsets[c + 1];
+    if (begin == end) return;  // an empty cluster keeps its centroid
+    float* row = at.row + thread * at.row_stride;
+    float* block_sum = at.block_sum + thread * at.row_stride;
+    double* sum = at.sum + thread * at.row_stride;
+    std::fill_n(sum, args.depth, 0.0);
+    for (int64_t block = begin; block < end; block += kSumBlock) {
+      std::fill_n(block_sum, args.depth, 0.0f);
+      for (int64_t i = block; i < std::min(block + kSumBlock, end); ++i) {
+        const int32_t token = rows[args.order[i]];
+        exec.kernels->load_rows(args.points, &token, 1, row, at.row_stride);
+        if (!whole) keep_channels(args, row, at.row_stride, 1);
+        exec.kernels->add(row, args.depth, block_sum);
+      }
+      for (int64_t k = 0; k < args.depth; ++k) sum[k] += static_cast<double>(block_sum[k]);
+    }
+    const auto members = static_cast<double>(end - begin);
+    for (int64_t k = 0; k < args.depth; ++k) args.centroids[c * args.depth + k] = static_cast<float>(sum[k] / members);
+  });
+}
+
+void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const Layout& at, bool whole) {
+  for (int64_t c = 0; c < args.clusters; ++c) {
+    const int32_t token = args.rows[args.random.index(static_cast<uint64_t>(c), args.count)];
+    exec.kernels->load_rows(args.points, &token, 1, at.row, at.row_stride);
+    if (!whole) keep_channels(args, at.row, at.row_stride, 1);
+    std::copy_n(at.row, args.depth, args.centroids + c * args.depth);
+  }
+}
+
+// One token from each of `n` equal stretches: a sample that covers the whole video, ascending.
+void draw_sample(const KMeansArgs& args, int64_t n, int32_t* tokens) {
+  RandomStream random = args.random;
+  random.purpose = 1;
+  for (int64_t i = 0; i < n; ++i) {
+    const double place =
+        (static_cast<double>(i) + random.uniform(static_cast<uint64_t>(i))) * static_cast<double>(args.count);
+    tokens[i] = args.rows[std::min(static_cast<int64_t>(place / static_cast<double>(n)), args.count - 1)];
+  }
+}
+
+}  // namespace
+
+int64_t kmeans_scratch(const Exec& exec, int64_t count, int64_t depth, int64_t clusters) {
+  int64_t bytes = 0;
+  Layout(Arena(), exec, count, depth, depth, clusters, &bytes);
+  return bytes;
+}
+
+void kmeans(const Exec& exec, const KMeansArgs& args) {
+  const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.points.dim, args.depth,
+                  args.clusters);
+  const bool whole = is_whole(args);
+  if (!args.warm) start_from_random_rows(exec, args, at, whole);
+  const bool sampled = args.sample < args.count && args.iterations > 2;
+  if (sampled) draw_sample(args, args.sample, at.sample);
+  for (int i = 0; i < args.iterations; ++i) {
+    const bool small = sampled && i < args.iterations - 2;
+    const int32_t* rows = small ? at.sample : args.rows;
+    const int64_t count = small ? args.sample : args.count;
+    assign(exec, args, at, whole, rows, count);
+    sort_by_label(args, count);
+    update(exec, args, at, whole, rows);
+  }
+}
+
+}  // namespace scope::cpu

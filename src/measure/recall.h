@@ -1,0 +1,36 @@
+// Recall, density and output error of a selection, in float64 on sampled queries.
+#pragma once
+
+#include <cstdint>
+
+#include "core/parallel.h"
+#include "core/tensor.h"
+
+namespace scope {
+
+// The selection of one head in the public format; labels null means every key.
+struct HeadSelection {
+  const int32_t* labels = nullptr;  // [q_tokens]
+  const uint32_t* mask = nullptr;   // [groups, mask_words(k_tokens)]
+  const uint32_t* keep = nullptr;   // [mask_words(k_tokens)]; optional
+};
+
+struct Quality {
+  int64_t queries = 0;
+  double mass_recall = 0;    // mean exact softmax mass on the selected keys
+  double mass_interval = 0;  // half width of its 95 % confidence interval over the sampled queries
+  double oracle_recall = 0;  // share of the exact top 10 % keys that were selected
+  double retention = 0;      // share of keys selected
+  double top_mass = 0;       // mean exact mass of the top 10 % keys: how structured the attention is
+  double error = 0;          // |o - o*| / |o*| over the sampled queries
+  double cosine = 0;         // mean cosine of o and o*
+};
+
+// `out` may be null (no error, no cosine). samples: queries to look at, spread evenly; >= q.tokens means all.
+Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v, const RowsView& out,
+                     const HeadSelection& selection, int64_t samples);
+
+// The mean over heads; intervals add in quadrature.
+Quality mean_quality(const Quality* heads, int64_t count);
+
+}  // namespace scope

@@ -1,0 +1,31 @@
+// Each method as the settings that make it.
+#include "methods/methods.h"
+
+namespace scope {
+
+namespace {
+
+const Method kTable[] = {
+    {"scope", "SCOPE with group and code counts that follow the sequence length, and a sampled first K-means",
+     [] { return Settings{}; }},
+    {"scope-paper", "SCOPE with the paper's settings: 300 groups, 333 codes per subspace, 50 full first iterations",
+     [] { return Settings{.groups = 300, .codes = 333, .first_sample = 1.0}; }},
+    {"scope-exact", "SCOPE with the exact proxy: centroids score the keys themselves, and nothing is encoded",
+     [] { return Settings{.proxy = ProxyKind::exact}; }},
+    {"dense", "every query attends to every key", [] { return Settings{.dense = true}; }},
+};
+
+}  // namespace
+
+std::span<const Method> methods_table() { return kTable; }
+
+const Method& find_method(std::string_view name) {
+  for (const Method& method : kTable) {
+    if (name == method.name) return method;
+  }
+  std::string names;
+  for (const Method& method : kTable) names += fmt::format("{}{}", names.empty() ? "" : ", ", method.name);
+  fail(Status::invalid_argument, "method: there is no \"{}\"; there are {}", name, names);
+}
+
+}  // namespace scope

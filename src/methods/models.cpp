@@ -1,0 +1,69 @@
+// Per-model shapes, RoPE ranges and schedules.
+#include "methods/models.h"
+
+namespace scope {
+
+namespace {
+
+const Model kTable[] = {
+    {"wan2.1-t2v-14b", "Wan2.1 T2V 14B, 81 frames at 720p", 40, 40, 128, {44, 42, 42}, {21, 45, 80}, 50, 0.90, 0.2, false},
+    {"wan2.1-i2v-14b", "Wan2.1 I2V 14B, 81 frames at 720p", 40, 40, 128, {44, 42, 42}, {21, 45, 80}, 40, 0.90, 0.2, false},
+    {"wan2.1-t2v-1.3b", "Wan2.1 T2V 1.3B, 81 frames at 480p", 30, 12, 128, {44, 42, 42}, {21, 30, 52}, 50, 0.90, 0.2, false},
+    {"wan2.1-14b-480p", "Wan2.1 14B, 81 frames at 480p", 40, 40, 128, {44, 42, 42}, {21, 30, 52}, 50, 0.90, 0.2, false},
+    {"wan2.1-14b-distilled",
+     "Wan2.1 14B, 4- to 8-step variants, 480p: no dense prefix fits",
+     40,
+     40,
+     128,
+     {44, 42, 42},
+     {21, 30, 52},
+     4,
+     0.90,
+     0.0,
+     false},
+    {"wan2.2-a14b",
+     "Wan2.2 A14B (each of its two transformers), 81 frames at 720p",
+     40,
+     40,
+     128,
+     {44, 42, 42},
+     {21, 45, 80},
+     40,
+     0.90,
+     0.2,
+     false},
+    {"wan2.2-ti2v-5b", "Wan2.2 TI2V 5B, 121 frames at 720p", 30, 24, 128, {44, 42, 42}, {31, 22, 40}, 50, 0.90, 0.2, false},
+    {"hunyuanvideo-13b",
+     "HunyuanVideo 13B, 129 frames at 720p, up to 256 text tokens",
+     60,
+     24,
+     128,
+     {16, 56, 56},
+     {33, 45, 80},
+     50,
+     0.88,
+     0.1,
+     true},
+};
+
+}  // namespace
+
+std::span<const Model> models_table() { return kTable; }
+
+const Model& find_model(std::string_view name) {
+  for (const Model& model : kTable) {
+    if (name == model.name) return model;
+  }
+  std::string names;
+  for (const Model& model : kTable) names += fmt::format("{}{}", names.empty() ? "" : ", ", model.name);
+  fail(Status::invalid_argument, "model: there is no \"{}\"; there are {}", name, names);
+}
+
+void apply_model(const Model& model, Settings& settings) {
+  settings.rho = model.rho;
+  settings.dense_layers = 1;
+  settings.dense_steps = model.dense_steps;
+  settings.warm_prefix = model.warm_prefix;
+}
+
+}  // namespace scope

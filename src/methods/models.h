@@ -1,0 +1,28 @@
+// What SCOPE needs to know of a video model, as data.
+#pragma once
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "methods/settings.h"
+
+namespace scope {
+
+struct Model {
+  const char* name;
+  const char* help;
+  int64_t layers, heads, dim;
+  int64_t rope[3];  // channels along T, H and W
+  int64_t grid[3];  // tokens along T, H and W at the usual size
+  int64_t steps;
+  double rho;  // our starting point: the paper does not publish one
+  double dense_steps;
+  bool warm_prefix;
+};
+
+std::span<const Model> models_table();
+const Model& find_model(std::string_view name);
+void apply_model(const Model& model, Settings& settings);
+
+}  // namespace scope

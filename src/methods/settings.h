@@ -1,0 +1,61 @@
+// Every setting of a method, in one table that also yields --help, the docs and the C ABI's scope_method_set.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/tensor.h"
+#include "stages/group.h"
+#include "stages/score.h"
+#include "stages/select.h"
+
+namespace scope {
+
+enum class Tail { none, first_order };
+
+struct Settings {
+  bool dense = false;  // the method `dense`: no selection at all
+  Grouping group = Grouping::kmeans;
+  int64_t groups = 0;  // 0: auto
+  std::string partition = "rope";
+  int64_t codes = 0;  // per subspace; 0: auto
+  int iterations = 2;
+  int first_iterations = 50;
+  double first_sample = 0.1;
+  uint64_t seed = 0;
+  ProxyKind proxy = ProxyKind::codes;
+  Rule rule = Rule::online;
+  double rho = 0.9;
+  double alpha = 0.1;
+  double density = 0.2;
+  Tail tail = Tail::none;
+  int64_t dense_layers = 1;
+  double dense_steps = 0.2;
+  double dense_last_steps = 0;
+  bool warm_prefix = false;
+  bool check_finite = true;
+  DType state_dtype = DType::f32;
+};
+
+struct Setting {
+  const char* name;
+  const char* stage;   // whose choice it is
+  const char* values;  // what it takes, for people
+  const char* help;
+  void (*set)(Settings&, std::string_view text);  // throws on a value outside `values`
+  std::string (*get)(const Settings&);
+};
+
+std::span<const Setting> settings_table();
+// Throws Status::invalid_argument; an unknown name lists those that exist.
+void set_setting(Settings& settings, std::string_view name, std::string_view text);
+std::string get_setting(const Settings& settings, std::string_view name);
+
+// `groups` and `codes` for n tokens, `auto` resolved; never more than n.
+int64_t effective_groups(const Settings& settings, int64_t n);
+int64_t effective_codes(const Settings& settings, int64_t n);
+// Tokens that all but the last 2 iterations of a first call see.
+int64_t effective_sample(const Settings& settings, int64_t n, int64_t clusters);
+
+}  // namespace scope

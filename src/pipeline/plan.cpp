@@ -1,0 +1,127 @@
+// Checks a shape against a method and sizes everything a call needs.
+#include "pipeline/plan.h"
+
+#include <algorithm>
+
+#include "core/numeric.h"
+#include "cpu/kernels.h"
+#include "methods/partition.h"
+#include "pipeline/state.h"
+
+namespace scope {
+
+namespace {
+
+constexpr int64_t kMostThreads = 1024;
+
+int checked_threads(int threads) {
+  require(threads >= 0 && threads <= kMostThreads, Status::invalid_argument, "threads: got {}, expected 0 (all cores) to {}",
+          threads, kMostThreads);
+  return threads;
+}
+
+void check_shape(const Shape& shape) {
+  const auto positive = [](const char* name, int64_t value, int64_t most) {
+    require(value >= 1 && value <= most, Status::shape, "{}: got {}, expected 1..{}", name, value, most);
+  };
+  const auto tokens = [](const char* name, int64_t value) {
+    // Token positions are 32-bit in the selection format.
+    require(value >= 0 && value <= (int64_t{1} << 31) - 64, value < 0 ? Status::shape : Status::size_limit,
+            "{}: got {}, expected 0..2147483584", name, value);
+  };
+  positive("batch", shape.batch, int64_t{1} << 31);
+  positive("heads", shape.heads, int64_t{1} << 31);
+  tokens("q_tokens", shape.q_tokens);
+  tokens("k_tokens", shape.k_tokens);
+  require(shape.dim >= 1, Status::shape, "dim: got {}, expected 1..256", shape.dim);
+  require(shape.dim <= 256, Status::unsupported, "dim: got {}, the CPU backend takes up to 256", shape.dim);
+  const int64_t heads = checked_mul(shape.batch, shape.heads, "batch x heads");
+  checked_mul(checked_mul(heads, std::max(shape.q_tokens, shape.k_tokens), "heads x tokens"), shape.dim * 8,
+              "q, k, v bytes");
+}
+
+}  // namespace
+
+Context::Context(int threads, std::string_view instruction_set) : pool_(checked_threads(threads)) {
+  std::string names = "auto";
+  for (const auto& set : cpu::instruction_sets()) {
+    names += fmt::format(", {}", set.name);
+    if (exec_.kernels == nullptr && (instruction_set == "auto" || instruction_set == set.name)) {
+      exec_ = {&pool_, set.kernels, set.attend, nullptr};
+      instruction_set_ = set.name;
+    }
+  }
+  require(exec_.kernels != nullptr, Status::unsupported, "instruction_set: got \"{}\", this machine has {}", instruction_set,
+          names);
+  if (instruction_set_ == "avx512") exec_.attend_kernels_bf16 = cpu::bf16_dot_kernels();
+}
+
+Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shape_)
+    : context(context_), settings(settings_), shape(shape_), backend(cpu_backend()) {
+  check_shape(shape);
+  if (!settings.dense) {
+    groups = effective_groups(settings, shape.q_tokens);
+    selection_groups = groups + (shape.dense_queries ? 1 : 0);
+    if (settings.proxy == ProxyKind::codes) {
+      codes = effective_codes(settings, shape.k_tokens);
+      partition = shape.subspaces;
+      if (partition.empty()) partition = make_partition(settings.partition, shape.dim, shape.rope, settings.seed);
+      check_partition(partition, shape.dim);
+    }
+    state_bytes = StateLayout(*this).bytes;
+  }
+  Arena arena;
+  cut(arena);
+  workspace_bytes = checked_add(arena.used(), Arena::kAlignment, "workspace bytes");
+}
+
+Workspace Plan::cut(Arena& arena) const {
+  const Exec& exec = context.exec();
+  const int64_t words = mask_words(shape.k_tokens), dim = shape.dim;
+  const auto subspaces = static_cast<int64_t>(partition.size());
+  const bool tail = settings.tail != Tail::none && !settings.dense;
+  Workspace at{};
+  at.q_rows = arena.take<int32_t>(shape.q_tokens);
+  at.k_rows = arena.take<int32_t>(shape.k_tokens);
+  at.valid = arena.take<uint32_t>(words);
+  at.keep = arena.take<uint32_t>(words);
+  at.labels = arena.take<int32_t>(shape.q_tokens);
+  at.sizes = arena.take<int32_t>(groups + 1);
+  at.counts = arena.take<int32_t>(groups + 1);
+  at.top_p = arena.take<int32_t>(groups + 1);
+  at.order = arena.take<int32_t>(shape.q_tokens);
+  at.offsets = arena.take<int64_t>(groups + 2);
+  at.centroids = arena.take<float>(groups * dim);
+  at.codebooks = arena.take<float>(codes * dim);
+  at.codes = arena.take<int32_t>(subspaces * shape.k_tokens);
+  at.empty = arena.take<int64_t>(subspaces);
+  at.tables = arena.take<float>(groups * subspaces * codes);
+  at.mask = arena.take<uint32_t>((groups + 1) * words);
+  if (tail) {
+    at.tail_k = arena.take<float>(groups * dim);
+    at.tail_v = arena.take<float>(groups * dim);
+    at.tail_bias = arena.take<float>(groups);
+    at.tail_mask = arena.take<uint32_t>((groups + 1) * mask_words(groups));
+  }
+  at.scratch.bytes = backend->attend_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups + 1);
+  if (!settings.dense) {
+    at.scratch.bytes = std::max({at.scratch.bytes, backend->group_scratch(exec, shape.q_tokens, dim, groups),
+                                 backend->encode_scratch(exec, shape.k_tokens, dim, codes),
+                                 backend->select_scratch(exec, shape.k_tokens, dim, groups)});
+  }
+  at.scratch.data = arena.take<std::byte>(at.scratch.bytes);
+  return at;
+}
+
+Workspace Plan::layout(void* memory, int64_t bytes) const {
+  require(bytes >= workspace_bytes, Status::workspace, "workspace_bytes: got {}, this plan needs {}", bytes,
+          workspace_bytes);
+  require(memory != nullptr, Status::invalid_argument, "workspace: got null, expected {} bytes", workspace_bytes);
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  const auto shift = static_cast<int64_t>(round_up(static_cast<int64_t>(address % Arena::kAlignment), Arena::kAlignment)) -
+                     static_cast<int64_t>(address % Arena::kAlignment);
+  Arena arena(static_cast<std::byte*>(memory) + shift, bytes - shift);
+  return cut(arena);
+}
+
+}  // namespace scope

@@ -1,0 +1,37 @@
+// The dense layers and steps of a generation.
+#include "pipeline/schedule.h"
+
+#include "core/numeric.h"
+
+namespace scope {
+
+Reason schedule(const Settings& settings, const Place& place) {
+  if (settings.dense) return Reason::method_dense;
+  if (place.layer >= 0 && place.layer < settings.dense_layers) return Reason::dense_layer;
+  if (place.step < 0) return Reason::sparse;
+  require(place.step < place.steps, Status::invalid_argument, "step: got {} of {} steps, expected 0..steps - 1", place.step,
+          place.steps);
+  if (place.step < floor_share(settings.dense_steps, place.steps)) return Reason::dense_step;
+  if (place.step >= place.steps - floor_share(settings.dense_last_steps, place.steps)) return Reason::dense_last_step;
+  return Reason::sparse;
+}
+
+const char* reason_text(Reason reason) {
+  switch (reason) {
+    case Reason::sparse:
+      return "sparse";
+    case Reason::method_dense:
+      return "dense: the method is dense";
+    case Reason::dense_layer:
+      return "dense: the layer is below dense_layers";
+    case Reason::dense_step:
+      return "dense: the step is within dense_steps";
+    case Reason::dense_last_step:
+      return "dense: the step is within dense_last_steps";
+    case Reason::nothing_to_select:
+      return "dense: no query or no key takes part in selection";
+  }
+  return "unknown";
+}
+
+}  // namespace scope

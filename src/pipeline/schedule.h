@@ -1,0 +1,28 @@
+// schedule: which calls of a generation attend densely, and why.
+#pragma once
+
+#include "methods/settings.h"
+
+namespace scope {
+
+// Where a call stands in a generation; a negative index means "not said", and that part of the schedule is skipped.
+struct Place {
+  int64_t layer = -1;
+  int64_t step = -1;
+  int64_t steps = 0;
+};
+
+// Values are those of scope_reason in scope.h.
+enum class Reason : int {
+  sparse = 0,        // the call selected keys
+  method_dense = 1,  // the method is dense
+  dense_layer = 2,   // layer < dense_layers
+  dense_step = 3,    // within the first dense_steps
+  dense_last_step = 4,
+  nothing_to_select = 5,  // no query or no key takes part in selection
+};
+
+Reason schedule(const Settings& settings, const Place& place);
+const char* reason_text(Reason reason);
+
+}  // namespace scope

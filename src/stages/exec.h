@@ -1,0 +1,26 @@
+// What a stage runs on: threads and instruction set on the CPU, a stream on a device.
+#pragma once
+
+#include "core/parallel.h"
+
+namespace scope {
+
+namespace cpu {
+struct Kernels;
+struct AttendKernels;
+}  // namespace cpu
+
+struct Exec {
+  ThreadPool* pool = nullptr;
+  const cpu::Kernels* kernels = nullptr;
+  const cpu::AttendKernels* attend_kernels = nullptr;       // f32 arithmetic
+  const cpu::AttendKernels* attend_kernels_bf16 = nullptr;  // bf16 dot products, for bf16 inputs; null: use f32's
+};
+
+// Memory a stage may scribble on during one call.
+struct Scratch {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+}  // namespace scope

@@ -1,0 +1,35 @@
+// group: queries -> labels, sizes, centroids and the permutation that brings each group together.
+#pragma once
+
+#include "core/random.h"
+#include "core/tensor.h"
+#include "stages/exec.h"
+
+namespace scope {
+
+enum class Grouping { kmeans, raster };
+
+struct GroupArgs {
+  RowsView q;                            // [tokens, dim]
+  const int32_t* rows = nullptr;         // [count] queries to group, ascending
+  int64_t count = 0;                     // >= 1
+  int64_t groups = 0;                    // 1 .. count
+  Grouping grouping = Grouping::kmeans;  // raster: contiguous blocks whose sizes differ by at most 1
+  int iterations = 0;                    // K-means only, like the next three
+  int64_t sample = 0;
+  bool warm = false;
+  uint64_t seed = 0;
+  float* centroids = nullptr;  // [groups, dim] in when warm, out
+  int32_t* labels = nullptr;   // [tokens] out; -1: not grouped
+  int32_t* sizes = nullptr;    // [groups] out
+  int32_t* order = nullptr;    // [count] out: tokens by group, ascending within a group
+  int64_t* offsets = nullptr;  // [groups + 1] out
+  Scratch scratch;
+};
+
+namespace cpu {
+void group(const Exec& exec, const GroupArgs& args);
+int64_t group_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups);
+}  // namespace cpu
+
+}  // namespace scope

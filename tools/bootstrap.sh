@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Installs what the given purpose needs from Debian's packages, and nothing that is already there.
+set -euo pipefail
+purpose=${1:-test}
+packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev libhwy-dev"
+case $purpose in
+  demo) ;;
+  test) packages+=" libgtest-dev python3 python3-numpy" ;;
+  check) packages+=" libgtest-dev python3 python3-numpy python3-venv clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev" ;;
+  *) echo "usage: tools/bootstrap.sh [demo|test|check]" >&2; exit 2 ;;
+esac
+missing=()
+for package in $packages; do
+  dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing+=("$package")
+done
+[ ${#missing[@]} -eq 0 ] && exit 0
+sudo=""
+[ "$(id -u)" -eq 0 ] || sudo="sudo"
+echo "installing: ${missing[*]}"
+$sudo apt-get update -qq
+DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
