@@ -71,8 +71,18 @@ def sharpness(q, k, rows=256):
     return mass.tolist(), perplexity.tolist()
 
 
-def write_heads(net, path, grid, seed, chosen, device, steps=20):
+def central(tensor, grid, window):
+    """[tokens, dim] -> the tokens of the window in the middle of each frame; RoPE is relative, so they attend as they are."""
+    (_, rows, cols), (frames, height, width) = grid, window
+    y, x = (rows - height) // 2, (cols - width) // 2
+    return tensor.unflatten(0, grid)[:frames, y : y + height, x : x + width].flatten(0, 2)
+
+
+def write_heads(net, path, grid, seed, chosen, device, window=None, steps=20):
     """Writes the chosen heads ("layer.head", or "peaked"/"diffuse" for the extremes beyond layer 0) of one middle step."""
+    window = window or grid
+    if any(small > big for small, big in zip(window, grid)):
+        raise SystemExit(f"error: the window {window} is larger than the grid {grid}")
     rgb, tokens = video.clips([seed], grid, device)
     latent = video.to_latent(rgb)
     capture = Capture(steps // 2)
@@ -85,8 +95,9 @@ def write_heads(net, path, grid, seed, chosen, device, steps=20):
     later = {key: mass for key, mass in table.items() if key[0] > 0}
     named = {"peaked": max(later, key=later.get), "diffuse": min(later, key=later.get)}
     heads = [named[c] if c in named else tuple(map(int, c.split("."))) for c in chosen]
-    pick = lambda i: torch.stack([capture.layers[layer][i][0, head] for layer, head in heads]).bfloat16()
-    note = {"grid": "x".join(map(str, grid)), "rope": ROPE, "seed": str(seed), "step": f"{steps // 2} of {steps}",
+    pick = lambda i: torch.stack([central(capture.layers[layer][i][0, head], grid, window) for layer, head in heads]).bfloat16()
+    text = lambda numbers: "x".join(map(str, numbers))
+    note = {"grid": text(window), "cut_from": text(grid), "rope": ROPE, "seed": str(seed), "step": f"{steps // 2} of {steps}",
             "heads": ",".join(f"layer {layer} head {head}" for layer, head in heads),
             "top1_mass": ",".join(f"{table[h]:.3f}" for h in heads)}
     write_tensors(path, {"q": pick(0), "k": pick(1), "v": pick(2)}, note)
@@ -99,6 +110,7 @@ def main():
     parser.add_argument("--examples", action="store_true", help="write examples.safetensors into --model")
     parser.add_argument("--heads", help="write q, k, v to this .safetensors file")
     parser.add_argument("--grid", type=video.parse_grid, default="13x20x32")
+    parser.add_argument("--window", type=video.parse_grid, help="keep only the tokens of such a window in the middle of the frame")
     parser.add_argument("--seed", type=int, default=video.HELD_OUT)
     parser.add_argument("--pick", default="peaked,diffuse", help='heads as "layer.head", "peaked" or "diffuse", comma-separated')
     args = parser.parse_args()
@@ -109,7 +121,7 @@ def main():
     if args.examples:
         write_examples(net, args.model, device)
     if args.heads:
-        write_heads(net, args.heads, args.grid, args.seed, args.pick.split(","), device)
+        write_heads(net, args.heads, args.grid, args.seed, args.pick.split(","), device, args.window)
 
 
 if __name__ == "__main__":
