@@ -5,7 +5,6 @@ the same --out to resume: data, noise, weights, EMA and optimiser state continue
 """
 
 import argparse
-import contextlib
 import io
 import math
 import os
@@ -200,5 +199,4 @@ def main():
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main()
+    main()
