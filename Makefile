@@ -7,7 +7,7 @@ demo:  ## build the command and compare dense attention with SCOPE
 	@tools/bootstrap.sh demo
 	@cmake --preset demo >/dev/null
 	@cmake --build build/demo -j $(JOBS) --target scope_command
-	@build/demo/scope demo
+	@build/demo/bin/scope demo
 
 test:  ## build everything and run the tests
 	@tools/bootstrap.sh test

@@ -443,8 +443,8 @@ void accumulate_f32(const float* p, int64_t p_stride, int64_t rows, const void* 
   accumulate(p, p_stride, rows, static_cast<const float*>(v), v_stride, keys, channels, factor, out, out_stride);
 }
 
-const AttendKernels kAttend = {"f32",      kPanel,     sizeof(float), &kKernels, pack_q_f32,
-                               pack_k_f32, pack_v_f32, dot_f32,       softmax,   accumulate_f32};
+const AttendKernels kAttend = {"f32",      kPanel,  sizeof(float), pack_q_f32,    pack_k_f32,
+                               pack_v_f32, dot_f32, softmax,       accumulate_f32};
 
 #undef SCOPE_NAME
 

@@ -52,7 +52,6 @@ struct AttendKernels {
   const char* name;
   int64_t panel;
   int64_t element;
-  const Kernels* base;
   // q rows into out [count, stride].
   void (*pack_q)(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* out, int64_t stride);
   // k rows into panels; `buffer` holds panel * stride f32.

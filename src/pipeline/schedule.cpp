@@ -6,11 +6,11 @@
 namespace scope {
 
 Reason schedule(const Settings& settings, const Place& place) {
+  require(place.step < 0 || place.step < place.steps, Status::invalid_argument,
+          "step: got {} of {} steps, expected 0..steps - 1", place.step, place.steps);
   if (settings.dense) return Reason::method_dense;
   if (place.layer >= 0 && place.layer < settings.dense_layers) return Reason::dense_layer;
   if (place.step < 0) return Reason::sparse;
-  require(place.step < place.steps, Status::invalid_argument, "step: got {} of {} steps, expected 0..steps - 1", place.step,
-          place.steps);
   if (place.step < floor_share(settings.dense_steps, place.steps)) return Reason::dense_step;
   if (place.step >= place.steps - floor_share(settings.dense_last_steps, place.steps)) return Reason::dense_last_step;
   return Reason::sparse;

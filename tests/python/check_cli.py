@@ -1,0 +1,131 @@
+"""Hostile inputs to the scope command: the right exit code, a message that names the problem, no output file.
+
+    check_cli.py SCOPE-COMMAND
+"""
+import os
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+import tensors
+
+SCOPE = sys.argv[1]
+checks = 0
+
+
+def scope(*arguments):
+    return subprocess.run([SCOPE, *arguments], capture_output=True, text=True)
+
+
+def refuse(code, word, *arguments):
+    """The command must exit with `code`, name `word` on stderr, and leave no output behind."""
+    global checks
+    checks += 1
+    for leftover in (OUT,):
+        if os.path.exists(leftover):
+            os.remove(leftover)
+    result = scope(*arguments)
+    text = result.stdout + result.stderr
+    assert result.returncode == code, f"{arguments}: exit {result.returncode}, expected {code}: {text}"
+    assert word.lower() in text.lower(), f"{arguments}: nothing about {word!r} in: {text}"
+    assert not os.path.exists(OUT), f"{arguments}: left {OUT} behind"
+
+
+def accept(*arguments):
+    global checks
+    checks += 1
+    result = scope(*arguments)
+    assert result.returncode == 0, f"{arguments}: {result.stdout}{result.stderr}"
+    return result.stdout
+
+
+with tempfile.TemporaryDirectory() as folder:
+    OUT = f"{folder}/out.safetensors"
+    GOOD, BAD = f"{folder}/good.safetensors", f"{folder}/bad.safetensors"
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 60, 32)).astype(np.float32) for _ in range(3))
+    meta = {"grid": "3x4x5", "rope": "12,10,10"}
+    tensors.save(GOOD, {"q": q, "k": k, "v": v}, meta)
+    base = ("attend", GOOD, "-o", OUT)
+
+    accept(*base)
+    accept(*base, "--dump", "--lse", "--layer", "0", "--step", "3", "--steps", "10")
+    for name in "qkv":
+        np.save(f"{folder}/{name}.npy", {"q": q, "k": k, "v": v}[name])
+    npy = ("attend", "--q", f"{folder}/q.npy", "--k", f"{folder}/k.npy", "--v", f"{folder}/v.npy", "--rope", "12,10,10")
+    accept(*npy, "-o", f"{folder}/out.npy")
+    accept(*npy, "-o", OUT)
+    assert np.array_equal(np.load(f"{folder}/out.npy"), tensors.load(OUT)[0]["out"]), ".npy and .safetensors agree"
+    state = f"{folder}/state.bin"
+    accept(*base, "--state", state)
+    accept(*base, "--state", state)
+    assert "scope-paper" in accept("methods") and "first_sample" in accept("methods", "--json")
+    assert "make-qkv" in accept("--help") and "--dump" in accept("attend", "--help")
+
+    # Usage: 2.
+    refuse(2, "subcommand")
+    refuse(2, "output", "attend", GOOD)
+    refuse(2, "rho", *base, "--set", "rho=0")
+    refuse(2, "rho", *base, "--set", "rho=1.5")
+    refuse(2, "iterations", *base, "--set", "iterations=0")
+    refuse(2, "name=value", *base, "--set", "rho")
+    refuse(2, "first_sample", *base, "--set", "sample=1")  # the error lists what exists
+    refuse(2, "scope-exact", *base, "--method", "svg3")
+    refuse(2, "wan2.1", *base, "--model", "sora")
+    refuse(2, "partition", *base, "--set", "partition=even:0")
+    refuse(2, "subspaces", *base, "--subspaces", "[[0,1],[2")
+    refuse(2, "subspaces", *base, "--subspaces", "[[0,-1]]")
+    refuse(2, "steps", *base, "--step", "3")
+    refuse(2, "step", *base, "--step", "9", "--steps", "9")
+    refuse(2, "grid", *base, "--grid", "3x4x")
+    refuse(2, "dump", *base, "--method", "dense", "--dump")
+    refuse(2, "npy", "attend", GOOD, "-o", f"{folder}/o.npy", "--dump")
+    refuse(2, "threads", *base, "--threads", "-1")
+    refuse(2, "--q, --k and --v", "attend", "-o", OUT)
+    refuse(2, "grid", "make-qkv", "--grid", "3x4", "-o", OUT)
+
+    # Bad input: 3.
+    refuse(3, "nowhere", "attend", f"{folder}/nowhere.safetensors", "-o", OUT)
+    refuse(3, "grid", *base, "--grid", "3x4x6")
+    refuse(3, "channel 2", *base, "--subspaces", "[[0,1]]")
+    refuse(3, "already", *base, "--subspaces", "[[0,1],[1,2]]")
+    refuse(3, "rope", *base, "--rope", "12,10,11")
+    refuse(3, "text", *base, "--grid", "3x4x5", "--text", "61")
+    refuse(3, "instruction_set", *base, "--instruction-set", "mmx")
+    refuse(3, "even number", "make-qkv", "--rope", "43,42,42", "-o", OUT)
+
+    def bad(word, arrays, types=None, metadata=meta):
+        tensors.save(BAD, arrays, metadata, types)
+        refuse(3, word, "attend", BAD, "-o", OUT)
+
+    bad('"v"', {"q": q, "k": k})
+    bad("rank", {"q": q, "k": k[None], "v": v[None]})
+    bad("q: got shape", {"q": q[0], "k": k[0], "v": v[0]})
+    bad("v: got shape", {"q": q, "k": k, "v": v[:, :59]})
+    bad("k: got shape", {"q": q, "k": k[:, :, :31], "v": v[:, :, :31]})
+    bad("k: got shape", {"q": q, "k": k[:1], "v": v[:1]})
+    bad("expected f32", {"q": q.astype(np.int32), "k": k.astype(np.int32), "v": v.astype(np.int32)})
+    bad("k: got f16", {"q": q, "k": k.astype(np.float16), "v": v})
+    bad("grid", {"q": q, "k": k, "v": v}, metadata={"grid": "3x4x7", "rope": "12,10,10"})
+    bad("keep", {"q": q, "k": k, "v": v, "keep": np.zeros((1, 3), np.uint32)})
+    bad("k_lengths", {"q": q, "k": k, "v": v, "k_lengths": np.array([61], np.int64)})
+    tensors.save(BAD, {"q": q, "k": k, "v": v}, {})
+    refuse(2, "rope needs", "attend", BAD, "-o", OUT)
+    for broken in ("q", "k"):
+        arrays = {"q": q.copy(), "k": k.copy(), "v": v}
+        arrays[broken][1, 7, 3] = np.nan
+        bad(f"{broken}: NaN", arrays)
+    data = open(GOOD, "rb").read()
+    for end in (0, 1, 7, 8, 50, len(data) - 1):
+        open(BAD, "wb").write(data[:end])
+        refuse(3, "bad.safetensors", "attend", BAD, "-o", OUT)
+    open(BAD, "wb").write(data + b"x")
+    refuse(3, "bad.safetensors", "attend", BAD, "-o", OUT)
+    open(state, "wb").write(b"short")
+    refuse(3, "state", *base, "--state", state)
+    refuse(3, "missing", "attend", GOOD, "-o", f"{folder}/missing/out.safetensors")
+    np.save(f"{folder}/q.npy", np.array([{}], dtype=object), allow_pickle=True)
+    refuse(3, "q.npy", *npy, "-o", OUT)
+print(f"{checks} commands behaved")
