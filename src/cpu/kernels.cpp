@@ -51,7 +51,7 @@ HWY_INLINE V exp2_nonpositive(V x) {
   y = hn::MulAdd(y, f, hn::Set(df, 1.0f));
   const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(di, hn::Max(n, hn::Set(df, -126.0f))));
   const V scaled = hn::BitCast(df, hn::Add(hn::BitCast(di, y), exponent));
-  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(df, -126.0f)), scaled);
+  return hn::IfThenElse(hn::Eq(x, x), hn::IfThenZeroElse(hn::Lt(x, hn::Set(df, -126.0f)), scaled), x);
 }
 
 HWY_INLINE float exp2_scalar(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
@@ -143,32 +143,35 @@ void pack(const float* in, int64_t stride, int64_t count, int64_t depth, float* 
   }
 }
 
-template <int kRows>
+template <int kRows, int kVectors>
 HWY_INLINE void dot_panel(const float* HWY_RESTRICT a, int64_t a_stride, const float* HWY_RESTRICT panel, int64_t depth,
                           float* HWY_RESTRICT out, int64_t out_stride) {
-  V sum[kRows][kPanelVectors];
-  SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
-    SCOPE_UNROLL for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = hn::Zero(df);
-  }
+  V sum[kRows][kVectors];
+  SCOPE_UNROLL for (int r = 0; r < kRows; ++r) { SCOPE_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::Zero(df); }
   for (int64_t k = 0; k < depth; ++k) {
-    V b[kPanelVectors];
-    SCOPE_UNROLL for (int v = 0; v < kPanelVectors; ++v) b[v] = hn::LoadU(df, panel + k * kPanel + v * L);
+    V b[kVectors];
+    SCOPE_UNROLL for (int v = 0; v < kVectors; ++v) b[v] = hn::LoadU(df, panel + k * kPanel + v * L);
     SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
       const V x = hn::Set(df, a[r * a_stride + k]);
-      SCOPE_UNROLL for (int v = 0; v < kPanelVectors; ++v) sum[r][v] = hn::MulAdd(x, b[v], sum[r][v]);
+      SCOPE_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(x, b[v], sum[r][v]);
     }
   }
   SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
-    SCOPE_UNROLL for (int v = 0; v < kPanelVectors; ++v) hn::StoreU(sum[r][v], df, out + r * out_stride + v * L);
+    SCOPE_UNROLL for (int v = 0; v < kVectors; ++v) hn::StoreU(sum[r][v], df, out + r * out_stride + v * L);
   }
 }
 
 template <int kRows>
 void dot_rows(const float* a, int64_t a_stride, const float* panels, int64_t columns, int64_t depth, float* out,
               int64_t out_stride) {
-  for (int64_t c = 0; c < columns; c += kPanel) {
-    dot_panel<kRows>(a, a_stride, panels + c * depth, depth, out + c, out_stride);
+  int64_t c = 0;
+  for (; c + (kPanelVectors - 1) * L < columns; c += kPanel) {
+    dot_panel<kRows, kPanelVectors>(a, a_stride, panels + c * depth, depth, out + c, out_stride);
   }
+  // Of the last panel only the vectors that hold columns.
+  const float* panel = panels + c * depth;
+  for (; c + L < columns; c += 2 * L, panel += 2 * L) dot_panel<kRows, 2>(a, a_stride, panel, depth, out + c, out_stride);
+  if (c < columns) dot_panel<kRows, 1>(a, a_stride, panel, depth, out + c, out_stride);
 }
 
 void dot(const float* a, int64_t a_stride, int64_t rows, const float* panels, int64_t columns, int64_t depth, float* out,
@@ -254,15 +257,21 @@ void softmax(float* s, int64_t stride, int64_t rows, int64_t n, float unit, floa
   for (int64_t r = 0; r < rows; ++r, s += stride) {
     for (int64_t j = n; j < padded; ++j) s[j] = kNone;
     V high = hn::Set(df, kNone);
-    for (int64_t j = 0; j < padded; j += L) high = hn::Max(high, hn::LoadU(df, s + j));
-    const float top = hn::GetLane(hn::MaxOfLanes(df, high)) * unit;
+    // Scaled and stored first: a fused multiply-subtract below would leave the product's rounding error in the exponent,
+    // which past logits of 1e9 turns the largest probability into 0 or worse.
+    for (int64_t j = 0; j < padded; j += L) {
+      const V x = hn::Mul(hn::LoadU(df, s + j), scale);
+      hn::StoreU(x, df, s + j);
+      high = hn::Max(high, x);
+    }
+    const float top = hn::GetLane(hn::MaxOfLanes(df, high));
     const float now = m[r] < top ? top : m[r];
     // A row of -inf alone must not become -inf minus -inf.
     const float base = now == kNone ? 0.0f : now;
     const V shift = hn::Set(df, base);
     V sum = hn::Zero(df);
     for (int64_t j = 0; j < padded; j += L) {
-      const V p = exp2_nonpositive(hn::MulSub(hn::LoadU(df, s + j), scale, shift));
+      const V p = exp2_nonpositive(hn::Sub(hn::LoadU(df, s + j), shift));
       hn::StoreU(p, df, s + j);
       sum = hn::Add(sum, p);
     }
@@ -277,7 +286,7 @@ void argmax(const float* s, int64_t stride, int64_t rows, int64_t n, const float
     V best = hn::Set(df, -std::numeric_limits<float>::infinity());
     auto at = hn::Zero(di);
     auto index = hn::Iota(di, 0);
-    for (int64_t c = 0; c < n; c += L) {
+    for (int64_t c = 0; c < n; c += L) {  // the penalty of padding is +inf
       const V value = hn::Sub(hn::LoadU(df, s + c), hn::LoadU(df, penalty + c));
       const auto better = hn::Gt(value, best);
       best = hn::IfThenElse(better, value, best);

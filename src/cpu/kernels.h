@@ -25,14 +25,15 @@ struct Kernels {
   void (*store_row)(const float* in, float factor, int64_t dim, DType dtype, void* out);
   // Transposes in [count, stride] into panels [ceil(count / panel), depth, panel], the last one zero-padded.
   void (*pack)(const float* in, int64_t stride, int64_t count, int64_t depth, float* panels);
-  // out [rows, out_stride] = a [rows, a_stride] . panels, for all columns of ceil(columns / panel) panels.
+  // out [rows, out_stride] = a [rows, a_stride] . panels; columns are written up to the next multiple of the lanes.
   void (*dot)(const float* a, int64_t a_stride, int64_t rows, const float* panels, int64_t columns, int64_t depth,
               float* out, int64_t out_stride);
   // out [rows, out_stride] = out * factor[row] + p [rows, p_stride] . v [keys, v_stride], `channels` of them (a
   // multiple of kLanes).
   void (*accumulate)(const float* p, int64_t p_stride, int64_t rows, const float* v, int64_t v_stride, int64_t keys,
                      int64_t channels, const float* factor, float* out, int64_t out_stride);
-  // labels[row] = argmax over n columns of s[row] - penalty, ties to the lowest; n is a multiple of panel.
+  // labels[row] = argmax over n columns of s[row] - penalty, ties to the lowest; s and penalty are readable up to the
+  // next multiple of the lanes, where the penalty is +inf.
   void (*argmax)(const float* s, int64_t stride, int64_t rows, int64_t n, const float* penalty, int32_t* labels);
   // out [depth] += in [depth].
   void (*add)(const float* in, int64_t depth, float* out);

@@ -150,13 +150,17 @@ SCOPE_BF16 void softmax(float* s, int64_t stride, int64_t rows, int64_t n, float
   for (int64_t r = 0; r < rows; ++r, s += stride) {
     for (int64_t j = n; j < padded; ++j) s[j] = kNone;
     __m512 high = _mm512_set1_ps(kNone);
-    for (int64_t j = 0; j < padded; j += 16) high = _mm512_max_ps(high, _mm512_loadu_ps(s + j));
-    const float top = _mm512_reduce_max_ps(high) * unit;
+    for (int64_t j = 0; j < padded; j += 16) {  // scaled and stored first: see kernels.cpp
+      const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(s + j), _mm512_set1_ps(unit));
+      _mm512_storeu_ps(s + j, x);
+      high = _mm512_max_ps(high, x);
+    }
+    const float top = _mm512_reduce_max_ps(high);
     const float now = m[r] < top ? top : m[r];
     const float base = now == kNone ? 0.0f : now;
     __m512 sum = _mm512_setzero_ps();
     for (int64_t j = 0; j < padded; j += 16) {
-      const __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(s + j), _mm512_set1_ps(unit), _mm512_set1_ps(base));
+      const __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + j), _mm512_set1_ps(base));
       const __m256i p = (__m256i)_mm512_cvtneps_pbh(exp2_nonpositive(x));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(s) + j), p);
       sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(p), 16)));

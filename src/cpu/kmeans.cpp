@@ -42,10 +42,10 @@ struct Layout {
   }
 };
 
-bool is_whole(const KMeansArgs& args) {
-  if (args.depth != args.points.dim) return false;
+// A run of consecutive channels is a narrower view of the same rows; anything else is picked out row by row.
+bool is_run(const KMeansArgs& args) {
   for (int64_t c = 0; c < args.depth; ++c) {
-    if (args.channels[c] != c) return false;
+    if (args.channels[c] != args.channels[0] + c) return false;
   }
   return true;
 }
@@ -89,7 +89,7 @@ void assign(const Exec& exec, const KMeansArgs& args, const Layout& at, bool who
       const int64_t height = std::min(kStrip, n - i);
       exec.kernels->dot(points + i * at.row_stride, at.row_stride, height, at.panels, args.clusters, args.depth, strip,
                         at.padded_clusters);
-      exec.kernels->argmax(strip, at.padded_clusters, height, at.padded_clusters, at.penalty, args.labels + first + i);
+      exec.kernels->argmax(strip, at.padded_clusters, height, args.clusters, at.penalty, args.labels + first + i);
     }
   });
 }
@@ -150,16 +150,21 @@ void draw_sample(const KMeansArgs& args, int64_t n, int32_t* tokens) {
 
 }  // namespace
 
-int64_t kmeans_scratch(const Exec& exec, int64_t count, int64_t depth, int64_t clusters) {
+int64_t kmeans_scratch(const Exec& exec, int64_t count, int64_t dim, int64_t clusters) {
   int64_t bytes = 0;
-  Layout(Arena(), exec, count, depth, depth, clusters, &bytes);
+  Layout(Arena(), exec, count, dim, dim, clusters, &bytes);
   return bytes;
 }
 
-void kmeans(const Exec& exec, const KMeansArgs& args) {
+void kmeans(const Exec& exec, const KMeansArgs& given) {
+  KMeansArgs args = given;
   const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.points.dim, args.depth,
                   args.clusters);
-  const bool whole = is_whole(args);
+  const bool whole = is_run(args);
+  if (whole) {
+    args.points.data = args.points.row(0) + args.channels[0] * dtype_bytes(args.points.dtype);
+    args.points.dim = args.depth;
+  }
   if (!args.warm) start_from_random_rows(exec, args, at, whole);
   const bool sampled = args.sample < args.count && args.iterations > 2;
   if (sampled) draw_sample(args, args.sample, at.sample);

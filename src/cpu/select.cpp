@@ -32,9 +32,15 @@ constexpr int64_t kBinChunk = 512;  // keys whose bins and masses are computed a
 // The histogram of one proxy row: bins of equal width, the highest scores in bin 0.
 struct Histogram {
   float high = 0, per_bin = 0;
-  double total = 0;  // sum of the masses exp(s - high)
-  int32_t counts[kBins];
-  float mass[kBins];
+  int32_t count[kBins];  // keys in bins 0 .. b
+  double mass[kBins];    // sum of exp(s - high) over them
+
+  int32_t keys_in(int64_t b) const { return b == 0 ? count[0] : count[b] - count[b - 1]; }
+  double total() const { return mass[kBins - 1]; }
+  // The first bin by whose end the mass reaches `goal`.
+  int64_t crossing(double goal) const {
+    return std::min<int64_t>(std::lower_bound(mass, mass + kBins, goal) - mass, kBins - 1);
+  }
 };
 
 struct Layout {
@@ -80,6 +86,7 @@ class Selector {
       std::fill_n(args_.counts, groups, static_cast<int32_t>(std::max<int64_t>(1, ceil_share(args_.density, n_))));
     } else {
       if (args_.rule == Rule::target) *args_.alpha_used = std::min(args_.alpha, args_.density / 2);
+      std::fill_n(at_.base, groups, 0);
       const bool known = args_.rule != Rule::target;
       each_row([&](int64_t c, const float* row, int thread) {
         fill_histogram(row, at_.histograms[c], true);
@@ -139,34 +146,35 @@ class Selector {
     // The last bin is narrower than the others rather than out of reach; a constant row is one bin.
     h.per_bin = range > 0 ? static_cast<float>(kBins) / range : 0.0f;
     if (!std::isfinite(h.per_bin)) h.per_bin = 0.0f;
-    double mass[kBins] = {};
-    std::fill_n(h.counts, kBins, 0);
+    std::fill_n(h.count, kBins, 0);
+    std::fill_n(h.mass, kBins, 0.0);
     int32_t bins[kBinChunk];
     float masses[kBinChunk];
     for (int64_t j = 0; j < n_; j += kBinChunk) {
       const int64_t n = std::min(kBinChunk, n_ - j);
       exec_.kernels->bin(row + j, n, h.high, h.per_bin, kBins - 1, bins, with_mass ? masses : nullptr);
-      for (int64_t i = 0; i < n; ++i) ++h.counts[bins[i]];
+      for (int64_t i = 0; i < n; ++i) ++h.count[bins[i]];
       if (!with_mass) continue;
-      for (int64_t i = 0; i < n; ++i) mass[bins[i]] += static_cast<double>(masses[i]);
+      for (int64_t i = 0; i < n; ++i) h.mass[bins[i]] += static_cast<double>(masses[i]);
     }
-    h.total = std::accumulate(mass, mass + kBins, 0.0);
-    for (int64_t b = 0; b < kBins; ++b) h.mass[b] = static_cast<float>(mass[b]);
+    std::partial_sum(h.count, h.count + kBins, h.count);
+    std::partial_sum(h.mass, h.mass + kBins, h.mass);
   }
 
   // Positions of the keys in bin `b`, ascending.
   std::span<int32_t> collect(const float* row, const Histogram& h, int64_t b, int thread) {
     int32_t* out = at_.candidates + thread * n_;
+    const int64_t expected = h.keys_in(b);
     int64_t found = 0;
     int32_t bins[kBinChunk];
-    for (int64_t j = 0; j < n_ && found < h.counts[b]; j += kBinChunk) {
+    for (int64_t j = 0; j < n_ && found < expected; j += kBinChunk) {
       const int64_t n = std::min(kBinChunk, n_ - j);
       exec_.kernels->bin(row + j, n, h.high, h.per_bin, kBins - 1, bins, nullptr);
       for (int64_t i = 0; i < n; ++i) {
         out[found] = static_cast<int32_t>(j + i);
         found += bins[i] == b ? 1 : 0;
         // `out` has room for n_ entries: the slot after the last match is overwritten or never read.
-        if (found == h.counts[b]) break;
+        if (found == expected) break;
       }
     }
     return {out, static_cast<size_t>(found)};
@@ -174,27 +182,20 @@ class Selector {
 
   // t_c: the smallest t whose t largest probabilities sum to >= rho.
   int32_t top_p_count(int64_t c, const float* row, double rho, int thread) {
-    if (to_millionths(rho) >= kMillion && rho >= 1.0) return static_cast<int32_t>(n_);
+    if (rho >= 1.0) return static_cast<int32_t>(n_);
     const Histogram& h = at_.histograms[c];
-    const double goal = rho * h.total;
-    double sum = 0;
-    int64_t count = 0;
-    for (int64_t b = 0; b < kBins; ++b) {
-      const double with = sum + static_cast<double>(h.mass[b]);
-      if (h.counts[b] > 0 && with >= goal) {
-        auto keys = collect(row, h, b, thread);
-        std::sort(keys.begin(), keys.end(), [&](int32_t x, int32_t y) { return row[x] > row[y]; });
-        for (const int32_t key : keys) {
-          sum += std::exp(static_cast<double>(row[key]) - static_cast<double>(h.high));
-          ++count;
-          if (sum >= goal) return static_cast<int32_t>(count);
-        }
-        return static_cast<int32_t>(count);  // rounding put the crossing at the bin's very end
-      }
-      sum = with;
-      count += h.counts[b];
+    const double goal = rho * h.total();
+    const int64_t b = h.crossing(goal);
+    double sum = b == 0 ? 0.0 : h.mass[b - 1];
+    int64_t count = b == 0 ? 0 : h.count[b - 1];
+    auto keys = collect(row, h, b, thread);
+    std::sort(keys.begin(), keys.end(), [&](int32_t x, int32_t y) { return row[x] > row[y]; });
+    for (const int32_t key : keys) {
+      sum += std::exp(static_cast<double>(row[key]) - static_cast<double>(h.high));
+      ++count;
+      if (sum >= goal) break;
     }
-    return static_cast<int32_t>(n_);
+    return static_cast<int32_t>(count);
   }
 
   // b_c, k_head and r_c from t_c, in integers.
@@ -214,27 +215,23 @@ class Selector {
   // Share of keys the online rule would keep at rho, from the histograms alone (linear inside a bin).
   double density_at(double rho) {
     const int64_t groups = args_.proxy.groups;
-    const double floor = static_cast<double>(ceil_share(*args_.alpha_used, n_));
-    double total = 0, queries = 0;
-    auto* base = reinterpret_cast<float*>(at_.base);
+    const auto floor = static_cast<int32_t>(std::max<int64_t>(1, ceil_share(*args_.alpha_used, n_)));
     for (int64_t c = 0; c < groups; ++c) {
       if (args_.sizes[c] == 0) continue;
       const Histogram& h = at_.histograms[c];
-      double left = rho * h.total, count = 0;
-      for (int64_t b = 0; b < kBins && left > 0; ++b) {
-        const double mass = static_cast<double>(h.mass[b]);
-        if (mass <= 0) continue;
-        count += static_cast<double>(h.counts[b]) * std::min(1.0, left / mass);
-        left -= mass;
-      }
-      base[c] = static_cast<float>(std::max({count, floor, 1.0}));
-      total += args_.sizes[c] * static_cast<double>(base[c]);
-      queries += args_.sizes[c];
+      const double goal = rho * h.total();
+      const int64_t b = h.crossing(goal);
+      const double before = b == 0 ? 0.0 : h.mass[b - 1], inside = h.mass[b] - before;
+      const double part = inside > 0 ? std::clamp((goal - before) / inside, 0.0, 1.0) : 1.0;
+      const double count = (b == 0 ? 0 : h.count[b - 1]) + part * h.keys_in(b);
+      at_.base[c] = std::max(static_cast<int32_t>(std::ceil(count)), floor);
     }
-    const double budget = total / queries;
-    double kept = 0;
+    const auto budget = static_cast<int32_t>(head_budget(args_.sizes, at_.base, groups));
+    double kept = 0, queries = 0;
     for (int64_t c = 0; c < groups; ++c) {
-      if (args_.sizes[c] > 0) kept += args_.sizes[c] * std::max(static_cast<double>(base[c]), budget);
+      if (args_.sizes[c] == 0) continue;
+      kept += static_cast<double>(args_.sizes[c]) * std::max(at_.base[c], budget);
+      queries += args_.sizes[c];
     }
     return kept / queries / static_cast<double>(n_);
   }
@@ -255,8 +252,9 @@ class Selector {
     uint32_t* mask = args_.mask + c * mask_words(args_.proxy.k.tokens);
     Histogram& h = at_.histograms[c];
     if (args_.rule == Rule::fixed) fill_histogram(row, h, false);
-    int64_t before = 0, b = 0;
-    while (before + h.counts[b] < keep) before += h.counts[b++];
+    const int64_t b = std::lower_bound(h.count, h.count + kBins, keep) - h.count;
+    const int64_t before = b == 0 ? 0 : h.count[b - 1];
+
     auto keys = collect(row, h, b, thread);
     const auto last = keys.begin() + (keep - before - 1);
     std::nth_element(keys.begin(), last, keys.end(),

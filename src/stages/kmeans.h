@@ -18,7 +18,7 @@ struct KMeansArgs {
   int64_t depth = 0;                  // >= 1
   int64_t clusters = 0;               // 1 .. count
   int iterations = 0;                 // >= 1
-  int64_t sample = 0;                 // tokens that all but the last 2 iterations see; >= count: all of them
+  int64_t sample = INT64_MAX;         // tokens that all but the last 2 iterations see; >= count: all of them
   bool warm = false;                  // start from `centroids` instead of from random rows
   RandomStream random;
   float* centroids = nullptr;  // [clusters, depth] in when warm, out
@@ -31,7 +31,8 @@ struct KMeansArgs {
 
 namespace cpu {
 void kmeans(const Exec& exec, const KMeansArgs& args);
-int64_t kmeans_scratch(const Exec& exec, int64_t count, int64_t depth, int64_t clusters);
+// dim: of the points, however few channels take part.
+int64_t kmeans_scratch(const Exec& exec, int64_t count, int64_t dim, int64_t clusters);
 }  // namespace cpu
 
 }  // namespace scope

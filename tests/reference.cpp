@@ -1,0 +1,314 @@
+// The specification in code; read it beside the algorithm page.
+#include "reference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "core/numeric.h"
+
+namespace scope::reference {
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+double dot(const double* a, const double* b, int64_t n) { return std::inner_product(a, a + n, b, 0.0); }
+
+// One query's keys: real ones from mask OR keep, then the extra ones with their bias.
+struct Keys {
+  std::vector<const double*> k, v;
+  std::vector<double> bias;
+};
+
+Keys keys_of_group(const AttendArgs& args, int64_t group, const Matrix& k, const Matrix& v, const Matrix& extra_k,
+                   const Matrix& extra_v) {
+  Keys keys;
+  const auto add = [&](const Matrix& from_k, const Matrix& from_v, int64_t j, double bias) {
+    keys.k.push_back(from_k.row(j));
+    keys.v.push_back(from_v.row(j));
+    keys.bias.push_back(bias);
+  };
+  const uint32_t* mask = args.mask + group * mask_words(args.k.tokens);
+  for (int64_t j = 0; j < args.k.tokens; ++j) {
+    if (mask_bit(mask, j) || (args.keep != nullptr && mask_bit(args.keep, j))) add(k, v, j, 0.0);
+  }
+  for (int64_t e = 0; e < args.extra.count; ++e) {
+    if (mask_bit(args.extra.mask + group * mask_words(args.extra.count), e)) {
+      add(extra_k, extra_v, e, static_cast<double>(args.extra.bias[e]));
+    }
+  }
+  return keys;
+}
+
+// Calls body(token, keys) for every query that belongs to a group.
+template <class Body>
+void each_query(const AttendArgs& args, DType extra_dtype, const Body& body) {
+  const int64_t dim = args.q.dim;
+  const Matrix k = gather(args.k, nullptr, args.k.tokens, nullptr, dim),
+               v = gather(args.v, nullptr, args.k.tokens, nullptr, dim);
+  Matrix extra_k(args.extra.k, args.extra.count, dim), extra_v(args.extra.v, args.extra.count, dim);
+  for (double& x : extra_k.data) x = rounded(x, extra_dtype);
+  for (double& x : extra_v.data) x = rounded(x, extra_dtype);
+  for (int64_t c = 0; c < args.groups; ++c) {
+    if (args.offsets[c] == args.offsets[c + 1]) continue;
+    const Keys keys = keys_of_group(args, c, k, v, extra_k, extra_v);
+    for (int64_t i = args.offsets[c]; i < args.offsets[c + 1]; ++i) body(args.order[i], keys);
+  }
+}
+
+}  // namespace
+
+Matrix::Matrix(const float* in, int64_t row_count, int64_t column_count) : Matrix(row_count, column_count) {
+  if (!data.empty()) std::copy_n(in, data.size(), data.begin());
+}
+
+double element(const RowsView& x, int64_t token, int64_t channel) {
+  const std::byte* row = x.row(token);
+  if (x.dtype == DType::f32) return static_cast<double>(reinterpret_cast<const float*>(row)[channel]);
+  const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[channel];
+  return static_cast<double>(x.dtype == DType::bf16 ? bf16_to_f32(bits) : f16_to_f32(bits));
+}
+
+Matrix gather(const RowsView& x, const int32_t* rows, int64_t count, const int32_t* channels, int64_t depth) {
+  Matrix out(count, depth);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t c = 0; c < depth; ++c) {
+      out.row(i)[c] = element(x, rows == nullptr ? i : rows[i], channels == nullptr ? c : channels[c]);
+    }
+  }
+  return out;
+}
+
+double rounded(double value, DType dtype) {
+  const auto single = static_cast<float>(value);
+  if (dtype == DType::bf16) return static_cast<double>(bf16_to_f32(f32_to_bf16(single)));
+  if (dtype == DType::f16) return static_cast<double>(f16_to_f32(f32_to_f16(single)));
+  return static_cast<double>(single);
+}
+
+Matrix start_rows(const Matrix& points, int64_t clusters, const RandomStream& random) {
+  Matrix centroids(clusters, points.columns);
+  for (int64_t c = 0; c < clusters; ++c) {
+    std::copy_n(points.row(random.index(static_cast<uint64_t>(c), points.rows)), points.columns, centroids.row(c));
+  }
+  return centroids;
+}
+
+double distance(const double* x, const double* c, int64_t depth) {
+  double sum = 0;
+  for (int64_t i = 0; i < depth; ++i) sum += (x[i] - c[i]) * (x[i] - c[i]);
+  return sum;
+}
+
+int32_t nearest(const double* x, const Matrix& centroids) {
+  int32_t best = 0;
+  double best_distance = kInfinity;
+  for (int64_t c = 0; c < centroids.rows; ++c) {
+    const double d = distance(x, centroids.row(c), centroids.columns);
+    if (d < best_distance) best_distance = d, best = static_cast<int32_t>(c);
+  }
+  return best;
+}
+
+void update(const Matrix& points, const std::vector<int32_t>& labels, Matrix& centroids) {
+  Matrix sum(centroids.rows, centroids.columns);
+  std::vector<double> members(static_cast<size_t>(centroids.rows));
+  for (size_t i = 0; i < labels.size(); ++i) {
+    const double* x = points.row(static_cast<int64_t>(i));
+    for (int64_t k = 0; k < points.columns; ++k) sum.row(labels[i])[k] += x[k];
+    ++members[static_cast<size_t>(labels[i])];
+  }
+  for (int64_t c = 0; c < centroids.rows; ++c) {
+    const double n = members[static_cast<size_t>(c)];
+    if (n == 0) continue;
+    for (int64_t k = 0; k < points.columns; ++k) centroids.row(c)[k] = sum.row(c)[k] / n;
+  }
+}
+
+Clusters kmeans(const Matrix& points, Matrix centroids, int iterations) {
+  std::vector<int32_t> labels(static_cast<size_t>(points.rows));
+  for (int i = 0; i < iterations; ++i) {
+    for (size_t p = 0; p < labels.size(); ++p) labels[p] = nearest(points.row(static_cast<int64_t>(p)), centroids);
+    update(points, labels, centroids);
+  }
+  return {std::move(centroids), std::move(labels)};
+}
+
+std::vector<int32_t> sample_positions(int64_t count, int64_t n, RandomStream random) {
+  random.purpose = 1;
+  std::vector<int32_t> positions;
+  for (int64_t i = 0; i < n; ++i) {
+    const double place = (static_cast<double>(i) + random.uniform(static_cast<uint64_t>(i))) * static_cast<double>(count);
+    positions.push_back(static_cast<int32_t>(std::min(place / static_cast<double>(n), static_cast<double>(count - 1))));
+  }
+  return positions;
+}
+
+std::vector<double> tables(const ScoreArgs& args) {
+  std::vector<double> out;
+  for (int64_t c = 0; c < args.groups; ++c) {
+    const float* code = args.codebooks;
+    for (const auto& channels : *args.partition) {
+      for (int64_t r = 0; r < args.codes; ++r) {
+        double sum = 0;
+        for (const int32_t channel : channels) sum += static_cast<double>(args.centroids[c * args.dim + channel]) * *code++;
+        out.push_back(sum * args.scale);
+      }
+    }
+  }
+  return out;
+}
+
+std::vector<double> score_row(const Proxy& proxy, int64_t group) {
+  std::vector<double> scores(static_cast<size_t>(proxy.count));
+  for (int64_t j = 0; j < proxy.count; ++j) {
+    double sum = 0;
+    if (proxy.kind == ProxyKind::codes) {
+      for (int64_t m = 0; m < proxy.subspaces; ++m) {
+        sum += proxy.tables[(group * proxy.subspaces + m) * proxy.codes + proxy.labels[m * proxy.count + j]];
+      }
+    } else {
+      for (int64_t i = 0; i < proxy.k.dim; ++i) {
+        sum += proxy.centroids[group * proxy.k.dim + i] * element(proxy.k, proxy.rows[j], i);
+      }
+      sum *= proxy.scale;
+    }
+    scores[static_cast<size_t>(j)] = sum;
+  }
+  return scores;
+}
+
+int64_t top_p_count(const std::vector<double>& scores, double rho) {
+  const auto n = static_cast<int64_t>(scores.size());
+  if (rho >= 1) return n;
+  std::vector<double> mass = scores;
+  std::sort(mass.begin(), mass.end(), std::greater<>());
+  const double high = mass.front();
+  for (double& x : mass) x = std::exp(x - high);
+  const double goal = rho * std::accumulate(mass.begin(), mass.end(), 0.0);
+  double sum = 0;
+  for (int64_t t = 1; t <= n; ++t) {
+    sum += mass[static_cast<size_t>(t - 1)];
+    if (sum >= goal) return t;
+  }
+  return n;
+}
+
+int64_t head_budget(const std::vector<int64_t>& sizes, const std::vector<int64_t>& base) {
+  const int64_t total = std::inner_product(sizes.begin(), sizes.end(), base.begin(), int64_t{0});
+  const int64_t queries = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  return queries == 0 ? 0 : (total + queries - 1) / queries;
+}
+
+Counts counts(Rule rule, const std::vector<int64_t>& sizes, const std::vector<int64_t>& top_p, double alpha, double density,
+              int64_t n) {
+  const auto ceil_of_keys = [&](double share) -> int64_t { return (std::llround(share * 1e6) * n + 999'999) / 1'000'000; };
+  Counts result;
+  std::vector<int64_t> base = top_p;  // b_c
+  if (rule == Rule::fixed) {
+    std::fill(base.begin(), base.end(), std::max<int64_t>(1, ceil_of_keys(density)));
+  } else if (rule != Rule::top_p) {
+    for (int64_t& b : base) b = std::max(b, ceil_of_keys(alpha));
+    if (rule != Rule::hybrid) result.head_budget = head_budget(sizes, base);
+  }
+  for (size_t c = 0; c < sizes.size(); ++c) {
+    result.counts.push_back(sizes[c] == 0 ? 0 : std::max(base[c], result.head_budget));
+  }
+  return result;
+}
+
+std::vector<int64_t> top_keys(const std::vector<double>& scores, int64_t r) {
+  std::vector<int64_t> keys(scores.size());
+  std::iota(keys.begin(), keys.end(), 0);
+  std::stable_sort(keys.begin(), keys.end(),
+                   [&](int64_t a, int64_t b) { return scores[static_cast<size_t>(a)] > scores[static_cast<size_t>(b)]; });
+  keys.resize(static_cast<size_t>(r));
+  std::sort(keys.begin(), keys.end());
+  return keys;
+}
+
+Tail tail(const Proxy& proxy, const RowsView& v, int64_t group, const std::vector<double>& scores,
+          const std::vector<int64_t>& kept) {
+  const int64_t dim = proxy.k.dim;
+  const auto width = static_cast<size_t>(dim);
+  Tail result{std::vector<double>(width), std::vector<double>(width), -kInfinity};
+  std::vector<int64_t> dropped;
+  double high = -kInfinity;
+  for (int64_t j = 0; j < proxy.count; ++j) {
+    if (std::binary_search(kept.begin(), kept.end(), j)) continue;
+    dropped.push_back(j);
+    high = std::max(high, scores[static_cast<size_t>(j)]);
+  }
+  if (dropped.empty()) return result;
+  double total = 0;
+  for (const int64_t j : dropped) total += std::exp(scores[static_cast<size_t>(j)] - high);
+  for (const int64_t j : dropped) {
+    const double p = std::exp(scores[static_cast<size_t>(j)] - high) / total;
+    for (int64_t i = 0; i < dim; ++i) {
+      result.k[static_cast<size_t>(i)] += p * element(proxy.k, proxy.rows[j], i);
+      result.value[static_cast<size_t>(i)] += p * element(v, proxy.rows[j], i);
+    }
+  }
+  double centre = 0;
+  for (int64_t i = 0; i < dim; ++i) centre += proxy.centroids[group * dim + i] * result.k[static_cast<size_t>(i)];
+  result.bias = high + std::log(total) - proxy.scale * centre;
+  return result;
+}
+
+Attention attend(const AttendArgs& args) {
+  const int64_t dim = args.q.dim;
+  Attention result{Matrix(args.q.tokens, dim), std::vector<double>(static_cast<size_t>(args.q.tokens), -kInfinity), 0};
+  each_query(args, DType::f32, [&](int64_t token, const Keys& keys) {
+    const Matrix q = gather(args.q, std::vector{static_cast<int32_t>(token)}.data(), 1, nullptr, dim);
+    const size_t n = keys.k.size();
+    std::vector<double> logits(n);
+    for (size_t j = 0; j < n; ++j) {
+      logits[j] = args.scale * dot(q.row(0), keys.k[j], dim) + keys.bias[j];
+      if (std::isfinite(logits[j])) result.largest_logit = std::max(result.largest_logit, std::abs(logits[j]));
+    }
+    const double high = n == 0 ? -kInfinity : *std::max_element(logits.begin(), logits.end());
+    if (high == -kInfinity) return;  // no key, or none that counts: zeros and -inf
+    double sum = 0;
+    double* out = result.out.row(token);
+    for (size_t j = 0; j < n; ++j) {
+      const double p = std::exp(logits[j] - high);
+      sum += p;
+      for (int64_t i = 0; i < dim; ++i) out[i] += p * keys.v[j][i];
+    }
+    for (int64_t i = 0; i < dim; ++i) out[i] /= sum;
+    result.lse[static_cast<size_t>(token)] = high + std::log(sum);
+  });
+  return result;
+}
+
+Attention naive_attend(const AttendArgs& args, DType dtype) {
+  const int64_t dim = args.q.dim;
+  Attention result{Matrix(args.q.tokens, dim), std::vector<double>(static_cast<size_t>(args.q.tokens), -kInfinity), 0};
+  const auto round = [&](float x) { return static_cast<float>(rounded(static_cast<double>(x), dtype)); };
+  each_query(args, dtype, [&](int64_t token, const Keys& keys) {
+    const Matrix q = gather(args.q, std::vector{static_cast<int32_t>(token)}.data(), 1, nullptr, dim);
+    const size_t n = keys.k.size();
+    std::vector<float> p(n);
+    for (size_t j = 0; j < n; ++j) {
+      float sum = 0;
+      for (int64_t i = 0; i < dim; ++i) sum += static_cast<float>(q.row(0)[i]) * static_cast<float>(keys.k[j][i]);
+      p[j] = round(sum * args.scale + static_cast<float>(keys.bias[j]));
+    }
+    const float high = n == 0 ? -std::numeric_limits<float>::infinity() : *std::max_element(p.begin(), p.end());
+    if (std::isinf(high)) return;
+    float sum = 0;
+    for (float& x : p) sum += x = std::exp(x - high);
+    std::vector<float> out(static_cast<size_t>(dim));
+    for (size_t j = 0; j < n; ++j) {
+      const float share = round(p[j] / sum);
+      for (int64_t i = 0; i < dim; ++i) out[static_cast<size_t>(i)] += share * static_cast<float>(keys.v[j][i]);
+    }
+    for (int64_t i = 0; i < dim; ++i) result.out.row(token)[i] = static_cast<double>(round(out[static_cast<size_t>(i)]));
+    result.lse[static_cast<size_t>(token)] = static_cast<double>(high + std::log(sum));
+  });
+  return result;
+}
+
+}  // namespace scope::reference

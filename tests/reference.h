@@ -1,0 +1,88 @@
+// The specification in code: every stage in float64, plain loops, independent of the backends it judges.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/random.h"
+#include "core/tensor.h"
+#include "stages/attend.h"
+#include "stages/score.h"
+#include "stages/select.h"
+
+namespace scope::reference {
+
+struct Matrix {
+  int64_t rows = 0, columns = 0;
+  std::vector<double> data;
+
+  Matrix() = default;
+  Matrix(int64_t row_count, int64_t column_count)
+      : rows(row_count), columns(column_count), data(static_cast<size_t>(row_count * column_count)) {}
+  Matrix(const float* in, int64_t row_count, int64_t column_count);
+  double* row(int64_t i) { return data.data() + i * columns; }
+  const double* row(int64_t i) const { return data.data() + i * columns; }
+};
+
+double element(const RowsView& x, int64_t token, int64_t channel);
+// The chosen rows and channels; nullptr: all, in order.
+Matrix gather(const RowsView& x, const int32_t* rows, int64_t count, const int32_t* channels, int64_t depth);
+// `value` as `dtype` would hold it.
+double rounded(double value, DType dtype);
+
+// ---- K-means ----
+// Start: row random.index(c, points) for cluster c.
+Matrix start_rows(const Matrix& points, int64_t clusters, const RandomStream& random);
+// |x - c|^2
+double distance(const double* x, const double* c, int64_t depth);
+// The nearest centroid, ties to the lowest index.
+int32_t nearest(const double* x, const Matrix& centroids);
+// Means of the members; an empty cluster keeps its centroid.
+void update(const Matrix& points, const std::vector<int32_t>& labels, Matrix& centroids);
+struct Clusters {
+  Matrix centroids;
+  std::vector<int32_t> labels;
+};
+Clusters kmeans(const Matrix& points, Matrix centroids, int iterations);
+// Positions in [0, count) that the sampled iterations see: a random one from each of n equal stretches.
+std::vector<int32_t> sample_positions(int64_t count, int64_t n, RandomStream random);
+
+// ---- score ----
+// P[c, m, r] = scale * (centroid c on the channels of m) . (code r of m)
+std::vector<double> tables(const ScoreArgs& args);
+// s[c, j], one row.
+std::vector<double> score_row(const Proxy& proxy, int64_t group);
+
+// ---- select ----
+// The smallest t whose t largest probabilities sum to >= rho; rho >= 1 keeps all.
+int64_t top_p_count(const std::vector<double>& scores, double rho);
+int64_t head_budget(const std::vector<int64_t>& sizes, const std::vector<int64_t>& base);
+struct Counts {
+  int64_t head_budget = 0;
+  std::vector<int64_t> counts;  // r_c
+};
+// Everything that follows from t_c. `alpha` and `density` are shares; n counts the keys.
+Counts counts(Rule rule, const std::vector<int64_t>& sizes, const std::vector<int64_t>& top_p, double alpha, double density,
+              int64_t n);
+// Positions of the r highest scores, equal scores in ascending position; returned ascending.
+std::vector<int64_t> top_keys(const std::vector<double>& scores, int64_t r);
+struct Tail {
+  std::vector<double> k, value;  // [dim]
+  double bias = 0;               // -inf: nothing is dropped
+};
+// `kept` holds positions, ascending.
+Tail tail(const Proxy& proxy, const RowsView& v, int64_t group, const std::vector<double>& scores,
+          const std::vector<int64_t>& kept);
+
+// ---- attend ----
+struct Attention {
+  Matrix out;                // [q_tokens, dim]
+  std::vector<double> lse;   // [q_tokens]
+  double largest_logit = 0;  // in magnitude: any f32 program errs by this many ulp in its exponents
+};
+Attention attend(const AttendArgs& args);
+// What a plain program in `dtype` gets: f32 sums, with logits, probabilities and output rounded to dtype. Its error is
+// the yardstick for ours.
+Attention naive_attend(const AttendArgs& args, DType dtype);
+
+}  // namespace scope::reference

@@ -1,0 +1,517 @@
+// attend against the float64 reference: error bound, masks, extra keys, metamorphic relations and named bug classes.
+#include <limits>
+
+#include "cases.h"
+#include "reference.h"
+#include "stages/attend.h"
+
+namespace scope::test {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// Queries, keys and a selection, with everything that AttendArgs points to.
+struct Problem {
+  Rows q, k, v;
+  std::vector<int32_t> order;
+  std::vector<int64_t> offsets{0};
+  std::vector<uint32_t> mask, keep, extra_mask;
+  std::vector<float> extra_k, extra_v, bias;
+  float scale;
+
+  Problem(Random& random, DType dtype, int64_t nq, int64_t nk, int64_t dim, double deviation = 1)
+      : q(random, dtype, nq, dim, deviation),
+        k(random, dtype, nk, dim, 1),
+        v(random, dtype, nk, dim, 1),
+        order(shuffled(random, nq)),
+        scale(1 / std::sqrt(static_cast<float>(dim))) {}
+
+  int64_t groups() const { return static_cast<int64_t>(offsets.size()) - 1; }
+  void add_group(int64_t size) {
+    offsets.push_back(offsets.back() + size);
+    mask.resize(mask.size() + static_cast<size_t>(mask_words(k.view().tokens)));
+  }
+  void select(int64_t group, int64_t key) { set_mask_bit(mask.data() + group * mask_words(k.view().tokens), key); }
+  void select_some(int64_t group, Random& random, double share) {
+    for (int64_t j = 0; j < k.view().tokens; ++j) {
+      if (random.chance(share)) select(group, j);
+    }
+  }
+  void add_dense_group(int64_t size) {
+    add_group(size);
+    for (int64_t j = 0; j < k.view().tokens; ++j) select(groups() - 1, j);
+  }
+  void add_extra(Random& random, int64_t count) {
+    for (int64_t i = 0; i < count * k.view().dim; ++i) {
+      extra_k.push_back(static_cast<float>(random.normal()));
+      extra_v.push_back(static_cast<float>(random.normal()));
+    }
+    for (int64_t i = 0; i < count; ++i) bias.push_back(random.chance(0.1) ? -kInf : static_cast<float>(random.normal() + 1));
+    extra_mask.resize(static_cast<size_t>(groups() * mask_words(count)));
+    for (int64_t i = 0; i < groups() * count; ++i) {
+      if (random.chance(0.5)) set_mask_bit(extra_mask.data() + i / count * mask_words(count), i % count);
+    }
+  }
+  AttendArgs args() const {
+    AttendArgs args;
+    args.q = q.view(), args.k = k.view(), args.v = v.view();
+    args.scale = scale;
+    args.groups = groups();
+    args.order = order.data(), args.offsets = offsets.data();
+    args.mask = mask.data(), args.keep = keep.empty() ? nullptr : keep.data();
+    args.extra = {static_cast<int64_t>(bias.size()), extra_k.data(), extra_v.data(), bias.data(), extra_mask.data()};
+    return args;
+  }
+};
+
+// Output, log-sum-exp and scratch between canaries, poisoned before the call.
+struct Result {
+  DType dtype;
+  int64_t dim, stride;
+  Guarded<std::byte> out;
+  Guarded<float> lse;
+
+  Result(const Exec& exec, const AttendArgs& problem, uint8_t poison = 0xff, int64_t padding = 0)
+      : dtype(problem.q.dtype),
+        dim(problem.q.dim),
+        stride(dim + padding),
+        out(problem.q.tokens * stride * dtype_bytes(dtype), poison, padding * dtype_bytes(dtype)),
+        lse(problem.q.tokens, poison) {
+    AttendArgs args = problem;
+    GuardedScratch scratch(cpu::attend_scratch(exec, args.q.tokens, args.k.tokens, dim, args.groups), poison);
+    args.out = {out.data(), dtype, args.q.tokens, dim, stride};
+    args.lse = lse.data();
+    args.scratch = scratch_of(scratch);
+    cpu::attend(exec, args);
+    for (int64_t t = 0; t < args.q.tokens; ++t) {
+      const std::byte *end = args.out.row(t) + dim * dtype_bytes(dtype),
+                      *next = args.out.row(t) + stride * dtype_bytes(dtype);
+      EXPECT_EQ(std::count(end, next, std::byte{poison}), next - end) << "padding after row " << t << " was written";
+    }
+  }
+  double at(int64_t token, int64_t channel) const {
+    return reference::element({out.data(), dtype, lse.size(), dim, stride}, token, channel);
+  }
+};
+
+double ulp(DType dtype) { return dtype == DType::f32 ? 0x1p-23 : dtype == DType::f16 ? 0x1p-10 : 0x1p-7; }
+
+struct MeanError {
+  double ours = 0, naive = 0;
+};
+
+// R2: at most twice (mean: 1.5 times) the error of the naive program, plus 2 ulp of the output's magnitude. In f32 an ulp
+// of a logit moves the output as well, so there the slack grows with the logits.
+MeanError expect_within_bound(const Exec& exec, const AttendArgs& args, uint8_t poison = 0xff, int64_t padding = 0) {
+  const Result ours(exec, args, poison, padding);
+  const bool bf16_dot = exec.attend_kernels_bf16 != nullptr && args.q.dtype == DType::bf16;
+  const auto exact = reference::attend(args);
+  const auto naive = reference::naive_attend(args, args.q.dtype);
+  double our_max = 0, naive_max = 0, magnitude = 0, lse_slack = 0;
+  MeanError mean;
+  if (bf16_dot) {  // rounds probabilities and virtual keys, as the naive program does
+    for (size_t t = 0; t < exact.lse.size(); ++t) {
+      if (std::isfinite(exact.lse[t])) lse_slack = std::max(lse_slack, 0x1p-8 + 2 * std::abs(naive.lse[t] - exact.lse[t]));
+    }
+  }
+  const double elements = static_cast<double>(std::max<int64_t>(1, args.q.tokens * args.q.dim));
+  for (int64_t t = 0; t < args.q.tokens; ++t) {
+    for (int64_t i = 0; i < args.q.dim; ++i) {
+      const double want = exact.out.row(t)[i], ours_off = std::abs(ours.at(t, i) - want);
+      const double naive_off = std::abs(naive.out.row(t)[i] - want);
+      EXPECT_TRUE(std::isfinite(ours_off)) << "row " << t << " channel " << i << ": " << ours.at(t, i) << ", not " << want;
+      magnitude = std::max(magnitude, std::abs(want));
+      our_max = std::max(our_max, ours_off);
+      naive_max = std::max(naive_max, naive_off);
+      mean.ours += ours_off / elements;
+      mean.naive += naive_off / elements;
+    }
+    const double want = exact.lse[static_cast<size_t>(t)];
+    if (std::isinf(want)) {
+      EXPECT_EQ(ours.lse[t], -kInf) << "row " << t;
+      for (int64_t i = 0; i < args.q.dim; ++i) EXPECT_EQ(ours.at(t, i), 0) << "row " << t;
+    } else {
+      EXPECT_NEAR(ours.lse[t], want, 2e-6 * (1 + std::abs(want)) + lse_slack) << "row " << t;
+    }
+  }
+  const double slack = 2 * ulp(args.q.dtype) * magnitude * (args.q.dtype == DType::f32 ? 1 + exact.largest_logit : 1);
+  EXPECT_LE(our_max, 2 * naive_max + slack) << "naive " << naive_max;
+  EXPECT_LE(mean.ours, 1.5 * mean.naive + slack) << "naive " << mean.naive;
+  return mean;
+}
+
+TEST(Attend, DifferentialErrorBound) {
+  std::map<std::string, MeanError> total;
+  each_case("attend", 7500, [&](Case& at) {
+    Random& random = at.random;
+    if (random.chance(0.02)) at.tokens = 0;
+    const bool big = at.tokens >= 1025;
+    // Long in keys or long in queries; the product stays affordable for the reference.
+    const int64_t other = big ? random.pick<int64_t>({1, 3, 6}) : random.pick<int64_t>({0, 1, 2, 5, 6, 7, 13, 17});
+    const bool long_keys = random.chance(0.6);
+    const int64_t nq = long_keys ? other : at.tokens, nk = long_keys ? at.tokens : other;
+    Problem problem(random, at.dtype, nq, nk, at.dim, random.pick<double>({0.3, 1, 2}));
+    const int64_t groups = random.between(1, 4);
+    const auto active = random.chance(0.7) ? nq : random.between(0, nq);  // the rest is idle
+    for (int64_t c = 0; c < groups; ++c) {
+      problem.add_group(c + 1 == groups ? active - problem.offsets.back()
+                                        : random.between(0, active - problem.offsets.back()));
+      problem.select_some(c, random, random.pick<double>({0, 0.02, 0.5, 0.95, 1}));
+    }
+    if (random.chance(0.3)) {
+      problem.keep.resize(static_cast<size_t>(mask_words(nk)));
+      for (int64_t j = 0; j < nk; ++j) {
+        if (random.chance(0.05)) set_mask_bit(problem.keep.data(), j);
+      }
+    }
+    if (random.chance(0.3)) problem.add_extra(random, random.pick<int64_t>({1, 4, 33}));
+    const MeanError mean = expect_within_bound(at.exec, problem.args(), at.poison, random.pick<int64_t>({0, 0, 3}));
+    MeanError& sum = total[fmt::format("{} {}", dtype_name(at.dtype), at.machine.name)];
+    sum.ours += mean.ours;
+    sum.naive += mean.naive;
+  });
+  // Over many cases luck evens out, and the bound holds without slack.
+  for (const auto& [name, sum] : total) {
+    fmt::print("attend {}: mean error {:.2f} of the naive program's\n", name, sum.ours / sum.naive);
+    EXPECT_LE(sum.ours, (scaled(100) >= 10 ? 1.5 : 3.0) * sum.naive) << name;
+  }
+}
+
+TEST(Attend, GroupsOfEveryRaggedness) {
+  Random random(7);
+  each_machine([&](const Exec& exec) {
+    std::vector<int64_t> sizes;
+    for (int64_t n = 1; n <= 13; ++n) sizes.push_back(n);
+    for (int64_t n = 251; n <= 260; ++n) sizes.push_back(n);
+    sizes.insert(sizes.end(), {0, 505, 0});
+    const int64_t nq = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    Problem problem(random, DType::f32, nq, 70, 8);
+    for (const int64_t n : sizes) {
+      problem.add_group(n);
+      problem.select_some(problem.groups() - 1, random, 0.4);
+    }
+    expect_within_bound(exec, problem.args());
+  });
+}
+
+TEST(Attend, ZeroLengthQueriesOrKeys) {
+  Random random(1);
+  each_machine([&](const Exec& exec) {
+    for (const auto& [nq, nk] : {std::pair{0, 9}, {9, 0}, {0, 0}}) {
+      Problem problem(random, DType::f16, nq, nk, 40);
+      problem.add_group(nq);
+      problem.add_group(0);
+      expect_within_bound(exec, problem.args());
+    }
+  });
+}
+
+TEST(Attend, FullyMaskedRowsAndIdleQueriesGiveZeros) {
+  Random random(2);
+  each_machine([&](const Exec& exec) {
+    Problem problem(random, DType::bf16, 20, 30, 64);
+    problem.add_group(7);        // no key selected
+    problem.add_dense_group(6);  // and 7 queries belong to no group
+    const Result ours(exec, problem.args());
+    for (int64_t i = 0; i < 20; ++i) {
+      const int64_t token = problem.order[static_cast<size_t>(i)];
+      const bool empty = i < 7 || i >= 13;
+      EXPECT_EQ(std::isinf(ours.lse[token]), empty);
+      for (int64_t c = 0; c < 64; ++c) EXPECT_EQ(ours.at(token, c) == 0, empty);
+    }
+  });
+}
+
+// Logits size * x[j] from one channel.
+Problem one_channel(Random& random, DType dtype, double size, const std::vector<double>& x) {
+  const auto nk = static_cast<int64_t>(x.size());
+  Problem problem(random, dtype, 3, nk, 8);
+  problem.scale = 1;
+  problem.add_dense_group(3);
+  for (int64_t c = 0; c < 8; ++c) {
+    for (int64_t t = 0; t < 3; ++t) problem.q.set(t, c, c == 0 ? size : 0);
+    for (int64_t j = 0; j < nk; ++j) problem.k.set(j, c, c == 0 ? x[static_cast<size_t>(j)] : 0);
+  }
+  return problem;
+}
+
+// A finite stand-in for minus infinity would win against equal logits such as these; the answer is the mean of v.
+TEST(Attend, HugeNegativeLogitsMeetNoFiniteSentinel) {
+  each_machine([](const Exec& exec) {
+    for (const double size : {1e4, 1e9, 1e15, 1e30, 1e37}) {
+      for (const size_t nk : {1, 3, 20, 300}) {
+        SCOPED_TRACE(fmt::format("logits {} keys {}", -size, nk));
+        Random random(3);
+        const std::vector<double> equal(nk, 1);
+        expect_within_bound(exec, one_channel(random, DType::f32, -1.1 * size, equal).args());
+        expect_within_bound(exec, one_channel(random, DType::bf16, -1.1 * size, equal).args());
+      }
+    }
+  });
+}
+
+TEST(Attend, HugeSpreadOfLogitsPicksTheLargest) {
+  each_machine([](const Exec& exec) {
+    for (const double size : {300.0, 1e5, 1e20, 1e36}) {
+      SCOPED_TRACE(size);
+      Random random(4);
+      std::vector<double> x(300, -1.3);
+      x[271] = 2.7;
+      const Problem problem = one_channel(random, DType::f32, size, x);
+      const Result ours(exec, problem.args());
+      for (int64_t c = 0; c < 8; ++c) EXPECT_NEAR(ours.at(0, c), reference::element(problem.v.view(), 271, c), 1e-6);
+    }
+  });
+}
+
+// q.k past 65,504 must not pass through f16; the naive program would, so the reference alone judges.
+TEST(Attend, F16OverflowDoesNotBlackenFrames) {
+  each_machine([](const Exec& exec) {
+    Random random(5);
+    Problem problem(random, DType::f16, 13, 300, 128, 60);
+    for (int64_t j = 0; j < 300; ++j) {
+      for (int64_t c = 0; c < 128; ++c) problem.k.set(j, c, 60 * random.normal());
+    }
+    problem.add_dense_group(13);
+    const Result ours(exec, problem.args());
+    const auto want = reference::attend(problem.args());
+    for (int64_t i = 0; i < 13 * 128; ++i)
+      ASSERT_NEAR(ours.at(i / 128, i % 128), want.out.data[static_cast<size_t>(i)], 0.01);
+  });
+}
+
+TEST(Attend, NanInUnselectedKeysNeverLeaks) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      Random random(6);
+      Problem problem(random, dtype, 9, 400, 40);
+      problem.add_group(9);
+      for (int64_t j = 0; j < 400; ++j) {
+        if (j % 3 == 0) {
+          problem.select(0, j);
+        } else {
+          for (int64_t c = 0; c < 40; ++c) problem.k.set(j, c, kNan), problem.v.set(j, c, kInf);
+        }
+      }
+      expect_within_bound(exec, problem.args());
+    }
+  });
+}
+
+// Key 5 is read by group 0 alone; whichever tensor holds the NaN, group 1 stays finite and group 0 says NaN.
+TEST(Attend, NanReachesExactlyTheRowsThatReadIt) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      for (const int where : {0, 1, 2}) {
+        SCOPED_TRACE(fmt::format("{} {}", dtype_name(dtype), where == 0 ? "q" : where == 1 ? "k" : "v"));
+        Random random(8);
+        Problem problem(random, dtype, 14, 70, 64);
+        problem.add_group(7);
+        problem.add_group(7);
+        for (int64_t j = 0; j < 70; ++j) {
+          problem.select(0, j);
+          if (j != 5) problem.select(1, j);
+        }
+        if (where == 0) problem.q.set(problem.order[3], 11, kNan);
+        if (where == 1) problem.k.set(5, 11, kNan);
+        if (where == 2) problem.v.set(5, 11, kNan);
+        const Result ours(exec, problem.args());
+        for (int64_t i = 0; i < 14; ++i) {
+          for (int64_t c = 0; c < 64; ++c) {
+            const bool reads = where == 0 ? i == 3 : i < 7 && (where == 1 || c == 11);
+            EXPECT_EQ(std::isnan(ours.at(problem.order[static_cast<size_t>(i)], c)), reads)
+                << "query " << i << " channel " << c;
+          }
+        }
+      }
+    }
+  });
+}
+
+// R4: a full mask over several groups is dense attention over one.
+TEST(Attend, FullMaskEqualsDense) {
+  each_machine([](const Exec& exec) {
+    Random random(9);
+    Problem problem(random, DType::f32, 300, 270, 40);
+    problem.order = all_rows(300);
+    problem.add_dense_group(300);
+    const Result dense(exec, problem.args());
+    problem.offsets = {0};
+    problem.mask.clear();
+    for (const int64_t n : {1, 100, 199}) problem.add_dense_group(n);
+    const Result grouped(exec, problem.args());
+    EXPECT_TRUE(joined_bytes(dense.out, dense.lse) == joined_bytes(grouped.out, grouped.lse));
+  });
+}
+
+TEST(Attend, ConstantValuesGiveConstantOutput) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      Random random(10);
+      Problem problem(random, dtype, 31, 300, 80, 3);
+      for (int64_t j = 0; j < 300; ++j) {
+        for (int64_t c = 0; c < 80; ++c) problem.v.set(j, c, 0.75);
+      }
+      problem.add_dense_group(31);
+      const Result ours(exec, problem.args());
+      for (int64_t t = 0; t < 31; ++t) {
+        for (int64_t c = 0; c < 80; ++c) ASSERT_NEAR(ours.at(t, c), 0.75, 4 * ulp(dtype)) << dtype_name(dtype);
+      }
+    }
+  });
+}
+
+TEST(Attend, EqualLogitsGiveTheMeanOfSelectedValues) {
+  each_machine([](const Exec& exec) {
+    Random random(11);
+    Problem problem(random, DType::f32, 5, 300, 64);
+    for (int64_t j = 1; j < 300; ++j) problem.k.copy_row(j, 0);
+    problem.add_group(5);
+    std::vector<double> mean(64);
+    for (int64_t j = 0; j < 300; j += 2) {
+      problem.select(0, j);
+      for (int64_t c = 0; c < 64; ++c) mean[static_cast<size_t>(c)] += reference::element(problem.v.view(), j, c) / 150;
+    }
+    const Result ours(exec, problem.args());
+    for (int64_t t = 0; t < 5; ++t) {
+      for (int64_t c = 0; c < 64; ++c) ASSERT_NEAR(ours.at(t, c), mean[static_cast<size_t>(c)], 1e-6);
+    }
+  });
+}
+
+TEST(Attend, PermutingKeysAndValuesTogetherChangesNothing) {
+  each_machine([](const Exec& exec) {
+    Random random(12);
+    Problem problem(random, DType::f32, 13, 300, 64), other(random, DType::f32, 13, 300, 64);
+    const auto to = shuffled(random, 300);
+    problem.add_group(13);
+    other.add_group(13);
+    other.order = problem.order;
+    for (int64_t t = 0; t < 13; ++t) other.q.copy_row(t, problem.q.view(), t);
+    for (int64_t j = 0; j < 300; ++j) {
+      const int32_t place = to[static_cast<size_t>(j)];
+      other.k.copy_row(place, problem.k.view(), j);
+      other.v.copy_row(place, problem.v.view(), j);
+      if (j % 5 != 0) problem.select(0, j), other.select(0, place);
+    }
+    const Result a(exec, problem.args()), b(exec, other.args());
+    for (int64_t t = 0; t < 13; ++t) {
+      for (int64_t c = 0; c < 64; ++c) ASSERT_NEAR(a.at(t, c), b.at(t, c), 2e-6);
+    }
+  });
+}
+
+// The virtual key of a tail whose keys coincide is those keys: E = groups with a diagonal mask and bias log(n).
+TEST(Attend, ExtraKeyStandsForCoincidingKeys) {
+  each_machine([](const Exec& exec) {
+    Random random(13);
+    Problem problem(random, DType::f32, 12, 40, 64), full(random, DType::f32, 12, 40, 64);
+    for (int64_t j = 21; j < 40; ++j) problem.k.copy_row(j, 20), problem.v.copy_row(j, 20);
+    for (Problem* p : {&problem, &full}) {
+      for (int64_t c = 0; c < 2; ++c) {
+        p->add_group(6);
+        for (int64_t j = 0; j < (p == &full ? 40 : 20); ++j) p->select(c, j);
+      }
+    }
+    AttendArgs dense = problem.args();
+    dense.mask = full.mask.data();
+    for (int64_t e = 0; e < 2; ++e) {
+      for (int64_t c = 0; c < 64; ++c) {
+        problem.extra_k.push_back(static_cast<float>(reference::element(problem.k.view(), 20, c)));
+        problem.extra_v.push_back(static_cast<float>(reference::element(problem.v.view(), 20, c)));
+      }
+    }
+    problem.bias = {std::log(20.0f), std::log(20.0f)};
+    problem.extra_mask = {1, 2};
+    const Result a(exec, problem.args()), b(exec, dense);
+    for (int64_t t = 0; t < 12; ++t) {
+      EXPECT_NEAR(a.lse[t], b.lse[t], 2e-6);
+      for (int64_t c = 0; c < 64; ++c) ASSERT_NEAR(a.at(t, c), b.at(t, c), 2e-6);
+    }
+  });
+}
+
+TEST(Attend, BitwiseOverThreadsAndRuns) {
+  Random random(14);
+  Problem problem(random, DType::bf16, 290, 300, 40);
+  for (const int64_t n : {5, 0, 260, 20}) {
+    problem.add_group(n);
+    problem.select_some(problem.groups() - 1, random, 0.3);
+  }
+  problem.add_extra(random, 4);
+  expect_repeatable([&](const Exec& exec) {
+    const Result ours(exec, problem.args());
+    return joined_bytes(ours.out, ours.lse);
+  });
+}
+
+// Token numbers past 32,768, and sums over more than 160,000 keys.
+TEST(Attend, NoInt16CastAndNoNoiseInLongSequences) {
+  each_machine([](const Exec& exec) {
+    for (const int64_t nk : {40'000, 170'001}) {
+      Random random(15);
+      Problem problem(random, DType::bf16, 2, nk, 8);
+      problem.add_dense_group(2);
+      expect_within_bound(exec, problem.args());
+    }
+  });
+}
+
+// token * stride passes 2^31 elements in q, k, v and out.
+TEST(Attend, Int32OffsetOverflowThroughStrides) {
+  constexpr int64_t kTokens = 4, kDim = 40, kStride = (int64_t{1} << 30) + 24;
+  Random random(16);
+  Problem problem(random, DType::f16, kTokens, kTokens, kDim);
+  problem.add_dense_group(kTokens);
+  std::vector<std::unique_ptr<SparseMemory>> far;
+  for (int i = 0; i < 4; ++i) far.push_back(std::make_unique<SparseMemory>(kTokens * kStride * 2));
+  for (const auto& memory : far) {
+    if (!memory->ok()) GTEST_SKIP() << "no address space";
+  }
+  AttendArgs args = problem.args();
+  RowsView* views[] = {&args.q, &args.k, &args.v};
+  for (size_t i = 0; i < 3; ++i) {
+    const RowsView near = *views[i];
+    *views[i] = {far[i]->data(), DType::f16, kTokens, kDim, kStride};
+    for (int64_t t = 0; t < kTokens; ++t) std::memcpy(const_cast<std::byte*>(views[i]->row(t)), near.row(t), kDim * 2);
+  }
+  each_machine([&](const Exec& exec) {
+    const Result near(exec, problem.args());
+    GuardedScratch scratch(cpu::attend_scratch(exec, kTokens, kTokens, kDim, 1));
+    args.out = {far[3]->data(), DType::f16, kTokens, kDim, kStride};
+    args.scratch = scratch_of(scratch);
+    cpu::attend(exec, args);
+    for (int64_t t = 0; t < kTokens; ++t) {
+      EXPECT_EQ(std::memcmp(args.out.row(t), near.out.data() + t * kDim * 2, kDim * 2), 0) << "row " << t;
+    }
+  });
+}
+
+// Stride 0: the same key n times.
+TEST(Attend, BroadcastRows) {
+  each_machine([](const Exec& exec) {
+    Random random(17);
+    Problem problem(random, DType::f32, 3, 50, 40);
+    problem.add_dense_group(3);
+    AttendArgs args = problem.args();
+    args.k.row_stride = args.v.row_stride = 0;
+    expect_within_bound(exec, args);
+  });
+}
+
+TEST(Attend, WorkspaceTooSmallIsRefused) {
+  const Exec exec = machines().front().with(pool(1));
+  Random random(18);
+  Problem problem(random, DType::f32, 3, 5, 8);
+  problem.add_group(3);
+  AttendArgs args = problem.args();
+  GuardedScratch scratch(cpu::attend_scratch(exec, 3, 5, 8, 1) - 64);
+  Guarded<float> out(24);
+  args.out = {out.data(), DType::f32, 3, 8, 8};
+  args.scratch = scratch_of(scratch);
+  EXPECT_THROW(cpu::attend(exec, args), Error);
+}
+
+}  // namespace
+}  // namespace scope::test

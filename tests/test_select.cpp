@@ -1,0 +1,447 @@
+// select against the float64 reference: counts, exact key sets, ties, every rule, the tail, and named bug classes.
+#include <bit>
+#include <limits>
+
+#include "cases.h"
+#include "reference.h"
+#include "stages/select.h"
+
+namespace scope::test {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// Scores that the test chooses: one subspace whose codes are the distinct values, or random tables, or exact products.
+struct Problem {
+  int64_t groups, count;
+  std::vector<int32_t> rows, labels, sizes;
+  std::vector<float> tables, centroids;
+  std::unique_ptr<Rows> k, v;
+  SelectArgs args;
+  TailArgs tail;
+
+  Problem(Random& random, int64_t group_count, int64_t tokens, int64_t key_count, int64_t dim)
+      : groups(group_count), count(key_count), rows(subset(random, tokens, key_count)) {
+    for (int64_t c = 0; c < groups; ++c) sizes.push_back(static_cast<int32_t>(random.between(1, 50)));
+    for (int64_t i = 0; i < groups * dim; ++i) centroids.push_back(static_cast<float>(2 * random.normal()));
+    args.proxy.groups = groups;
+    args.proxy.count = count;
+    args.proxy.scale = 1 / std::sqrt(static_cast<float>(dim));
+    args.proxy.k = {nullptr, DType::f32, tokens, dim, dim};  // select by codes without a tail must not read the keys
+    args.proxy.centroids = centroids.data();
+    args.proxy.rows = rows.data();
+    args.sizes = sizes.data();
+    args.rho = 0.9;
+    args.alpha = 0.1;
+    args.density = 0.2;
+  }
+  void use_keys(Random& random, DType dtype) {
+    k = std::make_unique<Rows>(random, dtype, args.proxy.k.tokens, args.proxy.k.dim, 1.0);
+    args.proxy.k = k->view();
+  }
+  void use_exact() { args.proxy.kind = ProxyKind::exact; }
+  void use_codes(Random& random, int64_t subspaces, int64_t codes, double deviation, bool coarse) {
+    for (int64_t i = 0; i < groups * subspaces * codes; ++i) {
+      const double x = deviation * random.normal();
+      tables.push_back(static_cast<float>(coarse ? std::round(x) : x));
+    }
+    for (int64_t i = 0; i < subspaces * count; ++i) labels.push_back(static_cast<int32_t>(random.below(codes)));
+    set_codes(subspaces, codes);
+  }
+  // Key j scores values[j] in every group.
+  void use_values(const std::vector<float>& values) {
+    for (int64_t c = 0; c < groups; ++c) tables.insert(tables.end(), values.begin(), values.end());
+    labels = all_rows(count);
+    set_codes(1, count);
+  }
+  void use_tail(Random& random, DType dtype) {
+    v = std::make_unique<Rows>(random, dtype, args.proxy.k.tokens, args.proxy.k.dim, 1.0);
+    tail.v = v->view();
+    args.tail = &tail;
+  }
+
+ private:
+  void set_codes(int64_t subspaces, int64_t codes) {
+    args.proxy.kind = ProxyKind::codes;
+    args.proxy.subspaces = subspaces;
+    args.proxy.codes = codes;
+    args.proxy.tables = tables.data();
+    args.proxy.labels = labels.data();
+  }
+};
+
+struct Selection {
+  Guarded<int32_t> counts, top_p;
+  Guarded<int64_t> head_budget;
+  Guarded<double> rho_used, alpha_used;
+  Guarded<uint32_t> mask;
+  Guarded<float> tail_k, tail_value, tail_bias;
+
+  Selection(const Exec& exec, const SelectArgs& problem, uint8_t poison = 0xff)
+      : counts(problem.proxy.groups, poison),
+        top_p(problem.proxy.groups, poison),
+        head_budget(1, poison),
+        rho_used(1, poison),
+        alpha_used(1, poison),
+        mask(problem.proxy.groups * mask_words(problem.proxy.k.tokens), poison),
+        tail_k(problem.proxy.groups * problem.proxy.k.dim, poison),
+        tail_value(problem.proxy.groups * problem.proxy.k.dim, poison),
+        tail_bias(problem.proxy.groups, poison) {
+    SelectArgs args = problem;
+    TailArgs tail;
+    if (args.tail != nullptr) {
+      tail = {args.tail->v, tail_k.data(), tail_value.data(), tail_bias.data()};
+      args.tail = &tail;
+    }
+    GuardedScratch scratch(cpu::select_scratch(exec, args.proxy.count, args.proxy.k.dim, args.proxy.groups), poison);
+    args.counts = counts.data();
+    args.top_p = top_p.data();
+    args.head_budget = head_budget.data();
+    args.rho_used = rho_used.data();
+    args.alpha_used = alpha_used.data();
+    args.mask = mask.data();
+    args.scratch = scratch_of(scratch);
+    cpu::select(exec, args);
+  }
+  // Positions of the kept keys; -1 for a bit that stands for no key.
+  std::vector<int64_t> kept(const SelectArgs& args, int64_t group) const {
+    const uint32_t* row = mask.data() + group * mask_words(args.proxy.k.tokens);
+    std::vector<int64_t> result;
+    for (int64_t token = 0; token < 32 * mask_words(args.proxy.k.tokens); ++token) {
+      if (!mask_bit(row, token)) continue;
+      const int32_t* end = args.proxy.rows + args.proxy.count;
+      const int32_t* place = std::lower_bound(args.proxy.rows, end, token);
+      result.push_back(place != end && *place == token ? place - args.proxy.rows : -1);
+    }
+    return result;
+  }
+  double density(const SelectArgs& args) const {
+    double kept_pairs = 0, queries = 0;
+    for (int64_t c = 0; c < args.proxy.groups; ++c) kept_pairs += 1.0 * args.sizes[c] * counts[c], queries += args.sizes[c];
+    return kept_pairs / queries / static_cast<double>(args.proxy.count);
+  }
+};
+
+// The row as the backend sees it, in f32: on it the choice of keys must be exact.
+std::vector<double> f32_row(const Exec& exec, const Proxy& proxy, int64_t group) {
+  std::vector<float> row(static_cast<size_t>(proxy.count)),
+      buffer(static_cast<size_t>(cpu::score_rows_buffer(exec, proxy.k.dim)));
+  cpu::score_rows(exec, proxy, group, 1, row.data(), proxy.count, buffer.data());
+  return {row.begin(), row.end()};
+}
+
+void expect_tail(const SelectArgs& args, const Selection& ours, int64_t group, const std::vector<double>& scores,
+                 const std::vector<int64_t>& kept) {
+  const auto want = reference::tail(args.proxy, args.tail->v, group, scores, kept);
+  const int64_t dim = args.proxy.k.dim;
+  if (std::isinf(want.bias)) {
+    EXPECT_EQ(ours.tail_bias[group], -kInf);
+  } else {
+    EXPECT_NEAR(ours.tail_bias[group], want.bias, 1e-5 * (1 + std::abs(want.bias)));
+  }
+  for (int64_t i = 0; i < dim; ++i) {
+    EXPECT_NEAR(ours.tail_k[group * dim + i], want.k[static_cast<size_t>(i)], 1e-5) << "channel " << i;
+    EXPECT_NEAR(ours.tail_value[group * dim + i], want.value[static_cast<size_t>(i)], 1e-5) << "channel " << i;
+  }
+}
+
+// Everything that the specification promises of one selection (R3).
+void expect_selection(const Exec& exec, const SelectArgs& args, const Selection& ours) {
+  const Proxy& proxy = args.proxy;
+  const bool uses_mass = args.rule != Rule::fixed;
+  std::vector<int64_t> sizes(args.sizes, args.sizes + proxy.groups),
+      top_p(ours.top_p.data(), ours.top_p.data() + proxy.groups);
+  if (args.rule != Rule::target) {
+    EXPECT_EQ(ours.rho_used[0], args.rho);
+    EXPECT_EQ(ours.alpha_used[0], args.alpha);
+  } else {
+    EXPECT_EQ(ours.alpha_used[0], std::min(args.alpha, args.density / 2));
+  }
+  const double rho = ours.rho_used[0];
+  const auto want = reference::counts(args.rule, sizes, top_p, ours.alpha_used[0], args.density, proxy.count);
+  EXPECT_EQ(ours.head_budget[0], want.head_budget);
+  for (int64_t c = 0; c < proxy.groups; ++c) {
+    SCOPED_TRACE(fmt::format("group {}", c));
+    const auto scores = reference::score_row(proxy, c);
+    const auto row = f32_row(exec, proxy, c);
+    if (!uses_mass || args.sizes[c] == 0) {
+      EXPECT_EQ(ours.top_p[c], 0);
+    } else {
+      EXPECT_GE(ours.top_p[c], reference::top_p_count(scores, rho >= 1 ? 1 : std::max(1e-12, rho - 1e-5)));
+      EXPECT_LE(ours.top_p[c], reference::top_p_count(scores, rho + 1e-5));
+    }
+    ASSERT_EQ(ours.counts[c], want.counts[static_cast<size_t>(c)]);
+    const auto kept = ours.kept(args, c);
+    ASSERT_EQ(static_cast<int64_t>(kept.size()), ours.counts[c]) << "popcount of the mask row";
+    ASSERT_EQ(kept, reference::top_keys(row, ours.counts[c]));
+    // The same against float64, as loosely as f32 scores allow.
+    double magnitude = 0, lowest = kInf, highest = -kInf;
+    for (size_t j = 0; j < scores.size(); ++j) {
+      const bool in = std::binary_search(kept.begin(), kept.end(), static_cast<int64_t>(j));
+      magnitude = std::max(magnitude, std::abs(scores[j]));
+      if (in) lowest = std::min(lowest, scores[j]);
+      if (!in && !kept.empty()) highest = std::max(highest, scores[j]);
+    }
+    EXPECT_LE(highest - lowest, 1e-6 * std::max(1.0, magnitude));
+    if (args.tail != nullptr && args.sizes[c] > 0) expect_tail(args, ours, c, scores, kept);
+  }
+}
+
+TEST(Select, DifferentialEveryRule) {
+  each_case("select", 6000, [](Case& at) {
+    Random& random = at.random;
+    const bool big = at.tokens >= 1025;
+    const int64_t tokens = at.tokens, count = random.chance(0.6) ? tokens : random.between(1, tokens);
+    const int64_t dim = big ? 40 : at.dim;
+    Problem problem(random, random.between(1, big ? 4 : random.pick<int64_t>({3, 9, 30})), tokens, count, dim);
+    for (auto& n : problem.sizes) {
+      if (random.chance(0.15)) n = 0;
+    }
+    const bool exact = random.chance(0.4), tail = random.chance(0.25);
+    if (exact || tail) problem.use_keys(random, at.dtype);
+    if (exact) {
+      problem.use_exact();
+    } else {
+      problem.use_codes(random, random.between(1, 8), random.pick<int64_t>({1, 2, 16, 70}),
+                        random.pick<double>({0, 0.3, 1, 3}), random.chance(0.3));
+    }
+    if (tail) problem.use_tail(random, at.dtype);
+    SelectArgs& args = problem.args;
+    args.rule = random.pick<Rule>({Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target});
+    args.rho = random.pick<double>({1e-6, 0.1, 0.5, 0.88, 0.9, 0.99, 0.999999, 1, random.uniform()});
+    args.alpha = random.pick<double>({0, 0.05, 0.1, 0.333333, 1, random.uniform()});
+    args.density = random.pick<double>({0.000001, 0.1, 0.25, 0.9, 1, random.uniform()});
+    const Selection ours(at.exec, args, at.poison);
+    expect_selection(at.exec, args, ours);
+  });
+}
+
+// Top-k ties must neither keep more than k nor depend on where they fall: duplicates on both sides of every boundary.
+TEST(Select, TopKTiesKeepExactlyKByAscendingIndex) {
+  each_machine([](const Exec& exec) {
+    for (const int64_t n : {1, 2, 31, 32, 33, 64, 511, 512, 513, 1500}) {
+      for (const int distinct : {1, 2, 3}) {
+        for (const double share : {0.000001, 0.3, 0.5, 0.999999, 1.0}) {
+          Random random(static_cast<uint64_t>(n));
+          Problem problem(random, 2, n + 5, n, 8);
+          std::vector<float> values;
+          for (int64_t j = 0; j < n; ++j) values.push_back(static_cast<float>(random.below(distinct)));
+          problem.use_values(values);
+          problem.args.rule = Rule::fixed;
+          problem.args.density = share;
+          const Selection ours(exec, problem.args);
+          ASSERT_NO_FATAL_FAILURE(expect_selection(exec, problem.args, ours));
+        }
+      }
+    }
+  });
+}
+
+TEST(Select, ConstantRowsCountByIndex) {
+  each_machine([](const Exec& exec) {
+    for (const float value : {0.0f, 5.0f, -1e30f, 1e-42f}) {
+      Random random(2);
+      Problem problem(random, 1, 1000, 1000, 8);
+      problem.use_values(std::vector<float>(1000, value));
+      problem.args.rule = Rule::top_p;
+      problem.args.rho = 0.2995;
+      const Selection ours(exec, problem.args);
+      EXPECT_EQ(ours.counts[0], 300);  // the key that crosses rho is included
+      for (int64_t j = 0; j < 1000; ++j) ASSERT_EQ(mask_bit(ours.mask.data(), j), j < 300) << value;
+    }
+  });
+}
+
+// One key holds all the mass, and one far below stretches the histogram: everything else shares a bin or two.
+TEST(Select, OutliersDoNotBlurTheHistogram) {
+  each_machine([](const Exec& exec) {
+    Random random(3);
+    Problem problem(random, 3, 2000, 2000, 8);
+    std::vector<float> values;
+    for (int64_t j = 0; j < 2000; ++j) values.push_back(static_cast<float>(random.normal()));
+    values[77] = -1e6f;
+    for (const float top : {0.0f, 8.0f, 1e5f}) {
+      values[1234] = top;
+      problem.tables.clear();
+      problem.use_values(values);
+      for (const double rho : {0.3, 0.9, 0.99999}) {
+        problem.args.rule = Rule::online;
+        problem.args.rho = rho;
+        const Selection ours(exec, problem.args);
+        ASSERT_NO_FATAL_FAILURE(expect_selection(exec, problem.args, ours));
+      }
+    }
+  });
+}
+
+TEST(Select, RhoOfOneKeepsAllByRule) {
+  each_machine([](const Exec& exec) {
+    Random random(4);
+    Problem problem(random, 3, 300, 300, 8);
+    std::vector<float> values(300, -200.0f);  // masses that vanish in f32 beside the first
+    values[0] = 0;
+    problem.use_values(values);
+    problem.args.rho = 1;
+    for (const Rule rule : {Rule::top_p, Rule::hybrid, Rule::online}) {
+      problem.args.rule = rule;
+      const Selection ours(exec, problem.args);
+      for (int64_t c = 0; c < 3; ++c) EXPECT_EQ(ours.counts[c], 300);
+    }
+  });
+}
+
+TEST(Select, TargetMeetsItsDensityAndLowersTheFloor) {
+  each_case("select target", 600, [](Case& at) {
+    Random& random = at.random;
+    const int64_t n = std::max<int64_t>(at.tokens, 200);
+    Problem problem(random, random.between(1, 12), n, n, 40);
+    problem.use_keys(random, at.dtype);
+    problem.use_exact();
+    problem.args.rule = Rule::target;
+    problem.args.density = random.pick<double>({0.05, 0.1, 0.2, 0.5, 0.8});
+    problem.args.alpha = random.pick<double>({0, 0.02, 0.1, 0.3});
+    const Selection ours(at.exec, problem.args, at.poison);
+    EXPECT_NEAR(ours.density(problem.args), problem.args.density, std::max(0.005, 1.0 / static_cast<double>(n)) + 1e-9);
+    EXPECT_EQ(ours.alpha_used[0], std::min(problem.args.alpha, problem.args.density / 2));
+    EXPECT_GT(ours.rho_used[0], 0);
+    EXPECT_LT(ours.rho_used[0], 1);
+  });
+}
+
+// Group 0 is small and peaked, group 1 large and flat: the mean lies between, and only group 0 is raised to it.
+TEST(Select, OnlineRuleRaisesGroupsToTheHeadMean) {
+  each_machine([](const Exec& exec) {
+    Random random(5);
+    Problem problem(random, 2, 100, 100, 8);
+    problem.sizes = {3, 7};
+    problem.args.sizes = problem.sizes.data();
+    problem.tables.assign(200, 0.0f);
+    problem.tables[40] = 50;  // key 40 alone
+    problem.labels = all_rows(100);
+    problem.args.proxy.subspaces = 1;
+    problem.args.proxy.codes = 100;
+    problem.args.proxy.tables = problem.tables.data();
+    problem.args.proxy.labels = problem.labels.data();
+    problem.args.rho = 0.9;
+    problem.args.alpha = 0.02;
+    problem.args.rule = Rule::online;
+    const Selection ours(exec, problem.args);
+    EXPECT_EQ(ours.top_p[0], 1);
+    EXPECT_NEAR(ours.top_p[1], 90, 1);
+    const int64_t budget = (3 * 2 + 7 * ours.top_p[1] + 9) / 10;
+    EXPECT_EQ(ours.head_budget[0], budget);
+    EXPECT_EQ(ours.counts[0], budget);
+    EXPECT_EQ(ours.counts[1], ours.top_p[1]);
+  });
+}
+
+TEST(Select, EmptyGroupsGetNothingAndWeighNothing) {
+  each_machine([](const Exec& exec) {
+    Random random(6);
+    for (const bool all_empty : {false, true}) {
+      Problem problem(random, 40, 100, 60, 8);
+      problem.use_keys(random, DType::f32);
+      problem.use_codes(random, 3, 9, 1, false);
+      problem.use_tail(random, DType::f32);
+      for (size_t c = 0; c < 40; ++c) problem.sizes[c] = all_empty || c % 2 == 0 ? 0 : problem.sizes[c];
+      for (const Rule rule : {Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target}) {
+        problem.args.rule = rule;
+        const Selection ours(exec, problem.args);
+        if (!all_empty) expect_selection(exec, problem.args, ours);
+        for (int64_t c = 0; c < 40; c += all_empty ? 1 : 2) {
+          EXPECT_EQ(ours.counts[c], 0);
+          EXPECT_TRUE(ours.kept(problem.args, c).empty());
+          EXPECT_EQ(ours.tail_bias[c], -kInf);
+          for (int64_t i = 0; i < 8; ++i)
+            EXPECT_EQ(std::abs(ours.tail_k[c * 8 + i]) + std::abs(ours.tail_value[c * 8 + i]), 0);
+        }
+      }
+    }
+  });
+}
+
+TEST(Select, HeadBudgetInIntegersPastInt32) {
+  const std::vector<int32_t> sizes = {100'000, 18'800, 0, 1}, base = {100'000, 118'800, 7, 3};
+  const int64_t total = 100'000LL * 100'000 + 18'800LL * 118'800 + 3, queries = 118'801;
+  EXPECT_EQ(head_budget(sizes.data(), base.data(), 4), (total + queries - 1) / queries);
+  const std::vector<int32_t> exact = {2, 2}, mean = {3, 5};
+  EXPECT_EQ(head_budget(exact.data(), mean.data(), 2), 4);  // no ceiling past an exact mean
+  const std::vector<int32_t> one_more = {2, 1};
+  EXPECT_EQ(head_budget(one_more.data(), mean.data(), 2), 4);  // 11 / 3 rounds up
+  const std::vector<int32_t> none = {0, 0};
+  EXPECT_EQ(head_budget(none.data(), mean.data(), 2), 0);
+}
+
+// R4: keys and codes permuted together select the same keys, ties aside (these scores are distinct).
+TEST(Select, PermutingKeysAndCodesTogetherChangesNothing) {
+  each_machine([](const Exec& exec) {
+    Random random(8);
+    Problem a(random, 4, 700, 700, 8), b(random, 4, 700, 700, 8);
+    std::vector<float> values(700), moved(700);
+    const auto to = shuffled(random, 700);
+    for (int64_t j = 0; j < 700; ++j) {
+      values[static_cast<size_t>(j)] = static_cast<float>(0.01 * static_cast<double>((j * 337) % 700));
+      moved[static_cast<size_t>(to[static_cast<size_t>(j)])] = values[static_cast<size_t>(j)];
+    }
+    a.use_values(values);
+    b.use_values(moved);
+    b.sizes = a.sizes;
+    b.args.sizes = b.sizes.data();
+    for (const Rule rule : {Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target}) {
+      a.args.rule = b.args.rule = rule;
+      const Selection left(exec, a.args), right(exec, b.args);
+      for (int64_t c = 0; c < 4; ++c) {
+        ASSERT_EQ(left.counts[c], right.counts[c]);
+        for (int64_t j = 0; j < 700; ++j) {
+          ASSERT_EQ(mask_bit(left.mask.data() + c * 22, j),
+                    mask_bit(right.mask.data() + c * 22, to[static_cast<size_t>(j)]));
+        }
+      }
+    }
+  });
+}
+
+TEST(Select, BitwiseOverThreadsAndRuns) {
+  for (const bool exact : {false, true}) {
+    Random random(9);
+    Problem problem(random, 70, 300, 260, 40);
+    problem.use_keys(random, DType::bf16);
+    problem.use_codes(random, 3, 9, 1, false);
+    if (exact) problem.use_exact();
+    problem.use_tail(random, DType::bf16);
+    problem.args.rule = Rule::target;
+    expect_repeatable([&](const Exec& exec) {
+      const Selection s(exec, problem.args);
+      return joined_bytes(s.counts, s.top_p, s.head_budget, s.rho_used, s.mask, s.tail_k, s.tail_value, s.tail_bias);
+    });
+  }
+}
+
+TEST(Select, NoInt16CastAndNoNoiseInLongSequences) {
+  each_machine([](const Exec& exec) {
+    for (const int64_t n : {40'000, 170'001}) {
+      Random random(10);
+      Problem problem(random, 2, n, n, 8);
+      problem.use_codes(random, 3, 333, 1, false);
+      for (const double rho : {0.5, 0.9, 0.999}) {
+        problem.args.rule = Rule::online;
+        problem.args.rho = rho;
+        const Selection ours(exec, problem.args);
+        ASSERT_NO_FATAL_FAILURE(expect_selection(exec, problem.args, ours));
+      }
+    }
+  });
+}
+
+TEST(Select, ScoreSpanPastF32IsRefused) {
+  const Exec exec = machines().front().with(pool(2));
+  Random random(11);
+  Problem problem(random, 1, 40, 40, 8);
+  std::vector<float> values(40, -3e38f);
+  values[3] = 3e38f;  // the span is not finite in f32
+  problem.use_values(values);
+  EXPECT_THROW(Selection(exec, problem.args), Error);
+}
+
+}  // namespace
+}  // namespace scope::test
