@@ -154,8 +154,10 @@ void run(const Options& options) {
   require(!npy || (!options.dump && !options.lse), Status::invalid_argument,
           "--output: a .npy file holds one array; --dump and --lse need .safetensors");
   const Context context(options.machine.threads, options.machine.instruction_set);
+  auto progress = std::make_unique<Progress>("attend", options.quality > 0 ? 4 : 3);
   io::SafeTensors file;
   Qkv qkv = read_input(options, file);
+  progress->step("read");
   describe(options, file, qkv);
   const Extras extras = read_extras(options, file, qkv);
   Runner runner(context, settings,
@@ -191,6 +193,7 @@ void run(const Options& options) {
   args.dense_queries = pointer(extras.dense_queries);
   args.place = {options.layer, options.step, options.steps};
   runner.run(args);
+  progress->step("attended");
 
   std::vector<int64_t> shape{qkv.heads, qkv.q_tokens, qkv.dim};
   if (qkv.batched) shape.insert(shape.begin(), qkv.batch);
@@ -211,11 +214,13 @@ void run(const Options& options) {
     const std::span<const std::byte> part = runner.state();
     io::write_file(options.state, {&part, 1});
   }
+  progress->step("written");
   auto stats = stats_json(runner);
   stats["settings"] = settings_json(settings);
   const bool ran_sparse = runner.stats.reason == Reason::sparse;
   if (options.quality > 0) {
     const Quality quality = measure(context, qkv, runner, !ran_sparse, options.quality);
+    progress.reset();
     stats["quality"] = {{"queries", quality.queries},
                         {"mass_recall", quality.mass_recall},
                         {"mass_interval", quality.mass_interval},
@@ -228,6 +233,7 @@ void run(const Options& options) {
         "mass recall {:.4f} ± {:.4f}, oracle recall {:.4f}, error {:.5f} over {} queries; exact top 10 % hold {:.3f}\n",
         quality.mass_recall, quality.mass_interval, quality.oracle_recall, quality.error, quality.queries, quality.top_mass);
   }
+  progress.reset();
   if (!options.stats.empty()) write_json(options.stats, stats);
   fmt::print("{}: {}, density {:.4f}, {:.1f} ms ({} threads, {})\n", options.output, reason_text(runner.stats.reason),
              runner.stats.density, 1e3 * runner.stats.total, context.threads(), context.instruction_set());

@@ -41,7 +41,9 @@ void run(const Options& options) {
   const SyntheticSpec spec{
       {grid[0], grid[1], grid[2]}, parse_list("--rope", options.rope, ','), options.heads, options.seed};
   ThreadPool pool(options.machine.threads);
-  const SyntheticQkv qkv = make_qkv(spec, pool);
+  auto progress = std::make_unique<Progress>("make-qkv", spec.heads);
+  const SyntheticQkv qkv = make_qkv(spec, pool, [&] { progress->step("heads"); });
+  progress.reset();
   io::SafeTensors file;
   file.tensors["q"] = to_array(qkv.q, qkv, options.dtype);
   file.tensors["k"] = to_array(qkv.k, qkv, options.dtype);

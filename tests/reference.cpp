@@ -136,11 +136,12 @@ Clusters kmeans(const Matrix& points, Matrix centroids, int iterations) {
   return {std::move(centroids), std::move(labels)};
 }
 
-std::vector<int32_t> sample_positions(int64_t count, int64_t n, RandomStream random) {
+std::vector<int32_t> sample_positions(int64_t count, int64_t n, int64_t iteration, RandomStream random) {
   random.purpose = 1;
   std::vector<int32_t> positions;
   for (int64_t i = 0; i < n; ++i) {
-    const double place = (static_cast<double>(i) + random.uniform(static_cast<uint64_t>(i))) * static_cast<double>(count);
+    const double place =
+        (static_cast<double>(i) + random.uniform(static_cast<uint64_t>(iteration * n + i))) * static_cast<double>(count);
     positions.push_back(static_cast<int32_t>(std::min(place / static_cast<double>(n), static_cast<double>(count - 1))));
   }
   return positions;

@@ -44,8 +44,8 @@ struct Clusters {
   std::vector<int32_t> labels;
 };
 Clusters kmeans(const Matrix& points, Matrix centroids, int iterations);
-// Positions in [0, count) that the sampled iterations see: a random one from each of n equal stretches.
-std::vector<int32_t> sample_positions(int64_t count, int64_t n, RandomStream random);
+// Positions in [0, count) that a sampled iteration sees: a random one from each of n equal stretches.
+std::vector<int32_t> sample_positions(int64_t count, int64_t n, int64_t iteration, RandomStream random);
 
 // ---- score ----
 // P[c, m, r] = scale * (centroid c on the channels of m) . (code r of m)

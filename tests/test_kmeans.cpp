@@ -215,7 +215,7 @@ TEST(KMeans, WarmStartContinuesARun) {
   });
 }
 
-// All but the last two iterations see the sample, the last two every token; too few iterations see no sample at all.
+// All but the last two iterations see a sample each, the last two every token; too few iterations see no sample at all.
 TEST(KMeans, SampleIsSeenByAllButTheLastTwoIterations) {
   each_machine([](const Exec& exec) {
     for (const int64_t sample : {1, 7, 100, 499, 500, 900}) {
@@ -226,19 +226,22 @@ TEST(KMeans, SampleIsSeenByAllButTheLastTwoIterations) {
       const Result sampled(exec, problem.args);
       Problem part(random, DType::f32, 1, 40, 1, 40, 1);
       part.args = problem.args;
-      std::vector<int32_t> seen = problem.rows;
-      if (sample < 500) {
-        seen.clear();
-        for (const int32_t i : reference::sample_positions(500, sample, problem.args.random)) {
-          seen.push_back(problem.rows[static_cast<size_t>(i)]);
+      part.args.iterations = 1;
+      auto centres = problem.start();
+      for (int iteration = 0; iteration < 4; ++iteration) {
+        std::vector<int32_t> seen = problem.rows;
+        if (sample < 500) {
+          seen.clear();
+          for (const int32_t i : reference::sample_positions(500, sample, iteration, problem.args.random)) {
+            seen.push_back(problem.rows[static_cast<size_t>(i)]);
+          }
         }
+        part.args.rows = seen.data();
+        part.args.count = part.args.sample = static_cast<int64_t>(seen.size());
+        centres = Result(exec, part.args, centres).centres();
       }
-      part.args.rows = seen.data();
-      part.args.count = part.args.sample = static_cast<int64_t>(seen.size());
-      part.args.iterations = 4;
-      const Result early(exec, part.args, problem.start());
       problem.args.iterations = 2;
-      const Result late(exec, problem.args, early.centres());
+      const Result late(exec, problem.args, centres);
       EXPECT_TRUE(sampled.all() == late.all()) << sample;
     }
   });

@@ -137,13 +137,14 @@ void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const Layo
   }
 }
 
-// One token from each of `n` equal stretches: a sample that covers the whole video, ascending.
-void draw_sample(const KMeansArgs& args, int64_t n, int32_t* tokens) {
+// One token from each of `n` equal stretches: a sample that covers the whole video, ascending. Each iteration draws its own,
+// so that no centroid settles on the accidents of one sample.
+void draw_sample(const KMeansArgs& args, int64_t n, int iteration, int32_t* tokens) {
   RandomStream random = args.random;
   random.purpose = 1;
   for (int64_t i = 0; i < n; ++i) {
-    const double place =
-        (static_cast<double>(i) + random.uniform(static_cast<uint64_t>(i))) * static_cast<double>(args.count);
+    const double place = (static_cast<double>(i) + random.uniform(static_cast<uint64_t>(iteration * n + i))) *
+                         static_cast<double>(args.count);
     tokens[i] = args.rows[std::min(static_cast<int64_t>(place / static_cast<double>(n)), args.count - 1)];
   }
 }
@@ -167,9 +168,9 @@ void kmeans(const Exec& exec, const KMeansArgs& given) {
   }
   if (!args.warm) start_from_random_rows(exec, args, at, whole);
   const bool sampled = args.sample < args.count && args.iterations > 2;
-  if (sampled) draw_sample(args, args.sample, at.sample);
   for (int i = 0; i < args.iterations; ++i) {
     const bool small = sampled && i < args.iterations - 2;
+    if (small) draw_sample(args, args.sample, i, at.sample);
     const int32_t* rows = small ? at.sample : args.rows;
     const int64_t count = small ? args.sample : args.count;
     assign(exec, args, at, whole, rows, count);

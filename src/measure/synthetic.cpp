@@ -116,7 +116,7 @@ double dot(const double* a, const double* b) {
 
 }  // namespace
 
-SyntheticQkv make_qkv(const SyntheticSpec& spec, ThreadPool& pool) {
+SyntheticQkv make_qkv(const SyntheticSpec& spec, ThreadPool& pool, const std::function<void()>& done) {
   int64_t tokens = 1, dim = 0;
   for (const int64_t n : spec.grid) {
     require(n >= 1, Status::shape, "grid: got {}, expected every side >= 1", n);
@@ -174,6 +174,7 @@ SyntheticQkv make_qkv(const SyntheticSpec& spec, ThreadPool& pool) {
         }
       }
     });
+    done();
   }
   return out;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "core/parallel.h"
@@ -21,6 +22,8 @@ struct SyntheticQkv {
   std::vector<float> q, k, v;  // [heads, tokens, dim]
 };
 
-SyntheticQkv make_qkv(const SyntheticSpec& spec, ThreadPool& pool);
+// `done` is called after each head.
+SyntheticQkv make_qkv(
+    const SyntheticSpec& spec, ThreadPool& pool, const std::function<void()>& done = [] {});
 
 }  // namespace scope

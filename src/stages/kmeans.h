@@ -18,7 +18,7 @@ struct KMeansArgs {
   int64_t depth = 0;                  // >= 1
   int64_t clusters = 0;               // 1 .. count
   int iterations = 0;                 // >= 1
-  int64_t sample = INT64_MAX;         // tokens that all but the last 2 iterations see; >= count: all of them
+  int64_t sample = INT64_MAX;         // tokens that all but the last 2 iterations see, drawn anew for each; >= count: all
   bool warm = false;                  // start from `centroids` instead of from random rows
   RandomStream random;
   float* centroids = nullptr;  // [clusters, depth] in when warm, out
