@@ -138,11 +138,11 @@ Clusters kmeans(const Matrix& points, Matrix centroids, int iterations) {
 
 std::vector<int32_t> sample_positions(int64_t count, int64_t n, int64_t iteration, RandomStream random) {
   random.purpose = 1;
+  const uint64_t key = random.bits(static_cast<uint64_t>(iteration));
   std::vector<int32_t> positions;
   for (int64_t i = 0; i < n; ++i) {
-    const double place =
-        (static_cast<double>(i) + random.uniform(static_cast<uint64_t>(iteration * n + i))) * static_cast<double>(count);
-    positions.push_back(static_cast<int32_t>(std::min(place / static_cast<double>(n), static_cast<double>(count - 1))));
+    const auto share = static_cast<int64_t>(splitmix(key, static_cast<uint64_t>(i)) >> 32);  // of 2^32
+    positions.push_back(static_cast<int32_t>((i * count + (share * count >> 32)) / n));
   }
   return positions;
 }

@@ -18,6 +18,14 @@ inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, std::arra
   return counter;
 }
 
+// A cheap second step where one Philox draw per item would cost more than the work on it: mixes a key and a counter.
+inline uint64_t splitmix(uint64_t key, uint64_t i) {
+  uint64_t x = key + (i + 1) * 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
 // A stream of draws named by what it is for: (seed, tensor, subspace) and a purpose.
 struct RandomStream {
   uint64_t seed = 0;

@@ -293,15 +293,8 @@ void argmax(const float* s, int64_t stride, int64_t rows, int64_t n, const float
       at = hn::IfThenElse(hn::RebindMask(di, better), index, at);
       index = hn::Add(index, hn::Set(di, static_cast<int32_t>(L)));
     }
-    HWY_ALIGN float values[L];
-    HWY_ALIGN int32_t places[L];
-    hn::Store(best, df, values);
-    hn::Store(at, di, places);
-    int64_t win = 0;
-    for (int64_t i = 1; i < L; ++i) {
-      if (values[i] > values[win] || (values[i] == values[win] && places[i] < places[win])) win = i;
-    }
-    labels[r] = places[win];
+    const auto tied = hn::RebindMask(di, hn::Eq(best, hn::MaxOfLanes(df, best)));
+    labels[r] = hn::GetLane(hn::MinOfLanes(di, hn::IfThenElse(tied, at, hn::Set(di, std::numeric_limits<int32_t>::max()))));
   }
 }
 

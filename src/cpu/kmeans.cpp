@@ -142,10 +142,10 @@ void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const Layo
 void draw_sample(const KMeansArgs& args, int64_t n, int iteration, int32_t* tokens) {
   RandomStream random = args.random;
   random.purpose = 1;
+  const uint64_t key = random.bits(static_cast<uint64_t>(iteration));
   for (int64_t i = 0; i < n; ++i) {
-    const double place = (static_cast<double>(i) + random.uniform(static_cast<uint64_t>(iteration * n + i))) *
-                         static_cast<double>(args.count);
-    tokens[i] = args.rows[std::min(static_cast<int64_t>(place / static_cast<double>(n)), args.count - 1)];
+    const uint64_t jitter = (splitmix(key, static_cast<uint64_t>(i)) >> 32) * static_cast<uint64_t>(args.count) >> 32;
+    tokens[i] = args.rows[(i * args.count + static_cast<int64_t>(jitter)) / n];
   }
 }
 
