@@ -61,8 +61,8 @@ void load_rows(const RowsView& src, const int32_t* rows, int64_t count, float* o
   const int64_t padded = round_up(dim, kLanes);
   const int64_t line = 64 / dtype_bytes(src.dtype);
   for (int64_t i = 0; i < count; ++i, out += stride) {
-    if (i + 4 < count) {  // rows are scattered: the hardware prefetcher cannot guess the next one
-      const auto* ahead = src.row(rows[i + 4]);
+    if (i + 8 < count) {  // rows are scattered: the hardware prefetcher cannot guess the next one
+      const auto* ahead = src.row(rows[i + 8]);
       for (int64_t c = 0; c < dim; c += line) hwy::Prefetch(ahead + c * dtype_bytes(src.dtype));
     }
     int64_t c = 0;
@@ -107,39 +107,64 @@ void store_row(const float* in, float factor, int64_t dim, DType dtype, void* ou
   }
 }
 
-// 4 x 4 blocks are transposed in registers.
-void pack(const float* in, int64_t stride, int64_t count, int64_t depth, float* panels) {
+// Rows of one matrix, or scattered rows read in place; ahead() asks for the memory of later ones.
+struct DenseRows {
+  const float* data;
+  int64_t stride;
+  HWY_INLINE const float* operator()(int64_t i) const { return data + i * stride; }
+  HWY_INLINE void ahead(int64_t) const {}
+};
+struct ScatteredRows {
+  const RowsView& src;
+  const int32_t* rows;
+  int64_t count;
+  HWY_INLINE const float* operator()(int64_t i) const { return reinterpret_cast<const float*>(src.row(rows[i])); }
+  HWY_INLINE void ahead(int64_t i) const {
+    if (i >= count) return;
+    for (int64_t c = 0; c < src.dim; c += kLanes) hwy::Prefetch((*this)(i) + c);
+  }
+};
+
+// One panel [depth, kPanel] from n <= kPanel rows. 4 x 4 blocks are transposed in registers, 16 rows side by side so that
+// every cache line of the panel is written at once.
+template <class Rows>
+HWY_INLINE void pack_panel(const Rows& row, int64_t n, int64_t depth, float* HWY_RESTRICT panel) {
+  constexpr int64_t kSide = HWY_MIN(kPanel, int64_t{16});
+  for (int64_t first = 0; first < kPanel; first += kSide) {
+    int64_t k = 0;
 #if HWY_TARGET != HWY_SCALAR
-  const hn::CappedTag<float, 4> d4;
-  const hn::RepartitionToWide<decltype(d4)> d2;
-#endif
-  for (int64_t first = 0; first < count; first += kPanel, panels += depth * kPanel) {
-    const int64_t n = HWY_MIN(kPanel, count - first);
-    const float* block = in + first * stride;
-    for (int64_t c = 0; c < kPanel; c += 4) {
-      int64_t k = 0;
-      float* out = panels + c;
-#if HWY_TARGET != HWY_SCALAR
-      if (c + 4 <= n) {
-        const float* row = block + c * stride;
-        for (; k + 4 <= depth; k += 4) {
-          const auto a = hn::LoadU(d4, row + k), b = hn::LoadU(d4, row + stride + k);
-          const auto e = hn::LoadU(d4, row + 2 * stride + k), f = hn::LoadU(d4, row + 3 * stride + k);
+    const hn::CappedTag<float, 4> d4;
+    const hn::RepartitionToWide<decltype(d4)> d2;
+    if (first + kSide <= n) {
+      for (int64_t i = 0; i < kSide; ++i) row.ahead(first + kSide + i);
+      const float* in[kSide];
+      for (int64_t i = 0; i < kSide; ++i) in[i] = row(first + i);
+      for (; k + 4 <= depth; k += 4) {
+        float* out = panel + k * kPanel + first;
+        SCOPE_UNROLL for (int64_t c = 0; c < kSide; c += 4) {
+          const auto a = hn::LoadU(d4, in[c] + k), b = hn::LoadU(d4, in[c + 1] + k);
+          const auto e = hn::LoadU(d4, in[c + 2] + k), f = hn::LoadU(d4, in[c + 3] + k);
           const auto ab0 = hn::BitCast(d2, hn::InterleaveLower(d4, a, b)),
                      ab1 = hn::BitCast(d2, hn::InterleaveUpper(d4, a, b));
           const auto ef0 = hn::BitCast(d2, hn::InterleaveLower(d4, e, f)),
                      ef1 = hn::BitCast(d2, hn::InterleaveUpper(d4, e, f));
-          hn::StoreU(hn::BitCast(d4, hn::InterleaveLower(d2, ab0, ef0)), d4, out + k * kPanel);
-          hn::StoreU(hn::BitCast(d4, hn::InterleaveUpper(d2, ab0, ef0)), d4, out + (k + 1) * kPanel);
-          hn::StoreU(hn::BitCast(d4, hn::InterleaveLower(d2, ab1, ef1)), d4, out + (k + 2) * kPanel);
-          hn::StoreU(hn::BitCast(d4, hn::InterleaveUpper(d2, ab1, ef1)), d4, out + (k + 3) * kPanel);
+          hn::StoreU(hn::BitCast(d4, hn::InterleaveLower(d2, ab0, ef0)), d4, out + c);
+          hn::StoreU(hn::BitCast(d4, hn::InterleaveUpper(d2, ab0, ef0)), d4, out + kPanel + c);
+          hn::StoreU(hn::BitCast(d4, hn::InterleaveLower(d2, ab1, ef1)), d4, out + 2 * kPanel + c);
+          hn::StoreU(hn::BitCast(d4, hn::InterleaveUpper(d2, ab1, ef1)), d4, out + 3 * kPanel + c);
         }
       }
-#endif
-      for (; k < depth; ++k) {
-        for (int64_t i = 0; i < 4; ++i) out[k * kPanel + i] = c + i < n ? block[(c + i) * stride + k] : 0.0f;
-      }
     }
+#endif
+    for (; k < depth; ++k) {
+      for (int64_t c = first; c < first + kSide; ++c) panel[k * kPanel + c] = c < n ? row(c)[k] : 0.0f;
+    }
+  }
+}
+
+void pack(const float* in, int64_t stride, int64_t count, int64_t depth, float* panels) {
+  for (int64_t first = 0; first < count; first += kPanel, panels += depth * kPanel) {
+    pack_panel(DenseRows{in + first * stride, stride}, HWY_MIN(kPanel, count - first), depth, panels);
   }
 }
 
@@ -425,8 +450,12 @@ void pack_k_f32(const Kernels& base, const RowsView& src, const int32_t* rows, i
   auto* out = static_cast<float*>(panels);
   for (int64_t first = 0; first < count; first += kPanel, out += src.dim * kPanel) {
     const int64_t n = HWY_MIN(kPanel, count - first);
-    base.load_rows(src, rows + first, n, buffer, stride);
-    base.pack(buffer, stride, n, src.dim, out);
+    if (src.dtype == DType::f32) {  // straight from where the rows are
+      pack_panel(ScatteredRows{src, rows + first, count - first}, n, src.dim, out);
+    } else {
+      base.load_rows(src, rows + first, n, buffer, stride);
+      base.pack(buffer, stride, n, src.dim, out);
+    }
   }
 }
 
