@@ -48,11 +48,12 @@ def suite_table(case):
     return "\n".join(lines)
 
 
-def settings_line(case):
+def settings_line(case, counts=True):
     r = row(case, "warm")
     s = r["settings"]
-    keep = ("rule", "density", "alpha", "proxy", "partition", "iterations", "first_iterations", "first_sample", "seed")
-    return (f"Settings: groups {r['groups']}, codes {r['codes']}, " + ", ".join(f"{k} {s[k]}" for k in keep) +
+    keep = ("rule", "alpha", "proxy", "partition", "iterations", "first_iterations", "first_sample", "seed")
+    sizes = f"groups {r['groups']}, codes {r['codes']}, density {s['density']}, " if counts else ""
+    return (f"Settings: {sizes}" + ", ".join(f"{k} {s[k]}" for k in keep) +
             f"; medians of {case['repeat']} interleaved runs; {case['dtype']} inputs, {r['arithmetic']} arithmetic in attend.\n")
 
 
@@ -103,7 +104,8 @@ def when_it_pays(data):
         "## Warm calls (all but the first of each layer)\n", grid("warm"), "\n", break_even("warm"),
         "\n## First calls (cold K-means, sampled)\n", grid("cold"), "\n", break_even("cold"),
         "\n## Warm calls with the exact proxy\n", grid("warm, exact proxy"), "\n", break_even("warm, exact proxy"),
-        f"\n{settings_line(data['cases'][0])}", "Groups and codes follow the token count (`auto`); density is `rule=target`'s.\n",
+        f"\n{settings_line(data['cases'][0], counts=False)}", "Groups and codes follow the token count (`auto`), alpha is lowered to half of a "
+        "density below twice it, and the density is the one that `rule=target` was given.\n",
         source("cpu_sweep.json", data),
         "So: below about a thousand tokens attend densely (`method=dense`, or `dense_layers`); for a few-step model, where first calls "
         "are a large share, read the second table.\n"])

@@ -73,6 +73,8 @@ std::string flag_or_metadata(const std::string& flag, const io::SafeTensors& fil
 }
 
 void describe(const Options& options, const io::SafeTensors& file, Qkv& qkv) {
+  require(options.text <= std::min(qkv.q_tokens, qkv.k_tokens), Status::shape, "--text: got {}, expected at most {} tokens",
+          options.text, std::min(qkv.q_tokens, qkv.k_tokens));
   const std::string grid = flag_or_metadata(options.grid, file, "grid");
   if (!grid.empty()) {
     int64_t tokens = options.text;
@@ -109,8 +111,6 @@ Extras read_extras(const Options& options, io::SafeTensors& file, const Qkv& qkv
                 take<uint32_t>(file, "keep", io::ElementType::u32, {qkv.batch, mask_words(qkv.k_tokens)}),
                 take<uint32_t>(file, "dense_queries", io::ElementType::u32, {qkv.batch, mask_words(qkv.q_tokens)})};
   if (options.text > 0) {
-    require(options.text <= qkv.q_tokens && options.text <= qkv.k_tokens, Status::shape,
-            "--text: got {}, expected at most {} tokens", options.text, std::min(qkv.q_tokens, qkv.k_tokens));
     extras.keep = last_tokens(options.text, qkv.batch, qkv.k_tokens);
     extras.dense_queries = last_tokens(options.text, qkv.batch, qkv.q_tokens);
   }
@@ -148,6 +148,7 @@ void add_dump(const Runner& runner, const Qkv& qkv, io::SafeTensors& out) {
 void run(const Options& options) {
   const Settings settings = options.method.settings();
   require(!options.dump || !settings.dense, Status::invalid_argument, "--dump: method dense has no selection");
+  require(options.state.empty() || !settings.dense, Status::invalid_argument, "--state: method dense keeps none");
   require((options.step < 0) == (options.steps == 0), Status::invalid_argument,
           "--step: needs --steps, and --steps needs --step");
   const bool npy = options.output.ends_with(".npy");
@@ -160,6 +161,8 @@ void run(const Options& options) {
   progress->step("read");
   describe(options, file, qkv);
   const Extras extras = read_extras(options, file, qkv);
+  require(options.quality == 0 || (extras.q_lengths.empty() && extras.k_lengths.empty()), Status::invalid_argument,
+          "--quality: not on padded input (the file has q_lengths or k_lengths)");
   Runner runner(context, settings,
                 {.batch = qkv.batch,
                  .heads = qkv.heads,
@@ -178,6 +181,11 @@ void run(const Options& options) {
       require(saved.size() == runner.state().size(), Status::format, "{}: has {} bytes, a state of this shape has {}",
               options.state, saved.size(), runner.state().size());
       runner.state() = saved;
+      try {
+        check_state(runner.plan(), runner.state().data());
+      } catch (const Error& error) {
+        fail(Status::format, "{}: {}", options.state, error.what());
+      }
     }
   }
   std::vector<float> lse(options.lse ? static_cast<size_t>(qkv.batch * qkv.heads * qkv.q_tokens) : 0);

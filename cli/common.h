@@ -43,7 +43,6 @@ class Runner {
   void init_state();
   std::vector<std::byte>& state() { return state_; }
 
-  std::vector<float> out_f32() const;
   std::vector<std::byte> out;  // [batch, heads, q_tokens, dim]
   std::vector<int32_t> labels, sizes, counts, codes;
   std::vector<uint32_t> mask, keep;

@@ -144,6 +144,13 @@ TEST(CApi, ErrorsNameTheArgumentAndLeaveHandlesUsable) {
   scope_plan_destroy(nullptr);
 }
 
+TEST(CApi, SaysWhatABackendTakes) {
+  EXPECT_EQ(scope_supports("cpu", SCOPE_BF16, 256), 1);
+  EXPECT_EQ(scope_supports("cpu", SCOPE_F32, 257), 0);
+  EXPECT_EQ(scope_supports("cuda", SCOPE_BF16, 128), 0);
+  EXPECT_EQ(scope_supports(nullptr, SCOPE_F32, 64), 0);
+}
+
 TEST(CApi, SettingsTableCanBeWalked) {
   scope_setting_info info{};
   int32_t n = 0;

@@ -268,7 +268,9 @@ TEST(Call, ScheduleRunsDenseAndCanWarmUp) {
   extra.place = {1, 2, 10};
   EXPECT_TRUE(run(plan, in, extra).stats.warm);  // the prefix clustered
   extra.place = {0, 2, 10};
-  EXPECT_EQ(run(plan, in, extra).stats.reason, Reason::dense_layer);
+  const Result layer = run(plan, in, extra);
+  EXPECT_EQ(layer.stats.reason, Reason::dense_layer);
+  EXPECT_EQ(layer.stats.iterations, 0);  // a layer that is always dense clusters nothing
 }
 
 TEST(Call, EmptyAndTinySequences) {
@@ -327,6 +329,12 @@ TEST(Call, RefusesBadArgumentsAndWritesNothing) {
   q[1234] = std::numeric_limits<float>::quiet_NaN();
   EXPECT_EQ(attempt([](CallArgs&) {}), Status::non_finite);
   q = in.q;
+  q[1234] = 2e18f;  // finite, but its products may not be
+  EXPECT_EQ(attempt([](CallArgs&) {}), Status::non_finite);
+  q = in.q;
+  EXPECT_EQ(attempt([&](CallArgs& a) { a.out = {q.data(), DType::f32, 1, 2, 50, 40, 4000, 40, 80}; }),
+            Status::invalid_argument);
+  EXPECT_EQ(attempt([](CallArgs& a) { a.place = {1, 5, int64_t{1} << 62}; }), Status::invalid_argument);
   k[777] = std::numeric_limits<float>::infinity();
   EXPECT_EQ(attempt([](CallArgs&) {}), Status::non_finite);
 }
@@ -355,19 +363,60 @@ TEST(Plan, RefusesBadShapes) {
 
 // Beyond inputs and output, one head at Wan's 720p size stays under 85 MB.
 TEST(Plan, WorkspaceAtWanSizeIsSmall) {
-  const Context context(2);
-  for (const char* name : {"scope", "scope-paper", "scope-exact"}) {
-    const Plan plan(context, method(name),
-                    {.batch = 1,
-                     .heads = 1,
-                     .q_tokens = 75600,
-                     .k_tokens = 75600,
-                     .dim = 128,
-                     .dtype = DType::bf16,
-                     .rope = {44, 42, 42},
-                     .subspaces = {}});
-    EXPECT_LT(plan.workspace_bytes + plan.state_bytes, 85'000'000) << name;
+  const Shape shape{.batch = 1,
+                    .heads = 1,
+                    .q_tokens = 75600,
+                    .k_tokens = 75600,
+                    .dim = 128,
+                    .dtype = DType::bf16,
+                    .rope = {44, 42, 42},
+                    .subspaces = {}};
+  for (const int threads : {2, 16, 64}) {
+    const Context context(threads);
+    for (const char* name : {"scope", "scope-paper", "scope-exact"}) {
+      const Plan plan(context, method(name), shape);
+      EXPECT_LT(plan.workspace_bytes + plan.state_bytes, 85'000'000) << name << ", " << threads << " threads";
+    }
   }
+}
+
+// A sample with nothing to select from attends densely, says so, and its selection means what its output shows.
+TEST(Call, SamplesWithNothingToSelect) {
+  const Context context(2);
+  const Inputs in(3, 2, 60, 60, 40, 95);
+  Extra extra;
+  extra.q_lengths = {60, 60, 0};
+  extra.k_lengths = {60, 20, 0};
+  extra.keep.resize(3 * 2);
+  extra.keep[2] = (1u << 20) - 1;  // all valid keys of sample 1 are text
+  const Plan plan(context, method("scope", {{"partition", "even:2"}, {"rule", "fixed"}, {"density", "0.2"}}), in.shape());
+  const Result result = run(plan, in, extra);
+  EXPECT_EQ(result.stats.reason, Reason::sparse);
+  EXPECT_NEAR(result.stats.density, 0.2, 1e-9);  // sparse samples alone
+  expect_consistent(in, plan, result, extra);
+  extra.k_lengths = {0, 0, 0};
+  const Result none = run(plan, in, extra);
+  EXPECT_EQ(none.stats.reason, Reason::nothing_to_select);
+  EXPECT_EQ(none.stats.density, 1.0);
+}
+
+// A call that fails midway must not leave centroids behind that later calls would trust.
+TEST(State, AFailedCallStartsColdNextTime) {
+  const Context context(1);
+  const Inputs in(1, 1, 64, 64, 40, 97);
+  const Plan plan(context, method("scope-exact", {{"check_finite", "no"}}), in.shape());
+  std::vector<std::max_align_t> state(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1);
+  init_state(plan, state.data());
+  Extra extra;
+  extra.state = state.data();
+  const Result cold = run(plan, in, extra);
+  Inputs huge = in;
+  for (float& x : huge.q) x *= 1e20f;
+  for (float& x : huge.k) x *= 1e20f;
+  EXPECT_EQ(status_of([&] { run(plan, huge, extra); }), Status::non_finite);
+  const Result after = run(plan, in, extra);
+  EXPECT_FALSE(after.stats.warm);
+  EXPECT_EQ(after.out, cold.out);
 }
 
 TEST(Call, SelectedAttentionTakesThePublicFormat) {
@@ -392,6 +441,13 @@ TEST(Call, SelectedAttentionTakesThePublicFormat) {
               attend_selected(plan, args, {labels.data(), whole.mask.data(), nullptr});
             }),
             Status::invalid_argument);
+  const int64_t short_length[] = {32};
+  args.k_lengths = short_length;  // the selection holds keys that are now padding
+  EXPECT_EQ(status_of([&] {
+              attend_selected(plan, args, {whole.labels.data(), whole.mask.data(), nullptr});
+            }),
+            Status::invalid_argument);
+  args.k_lengths = nullptr;
   std::vector<uint32_t> mask = whole.mask;
   mask[2] |= 1u << 31;  // key 95 of 90
   EXPECT_EQ(status_of([&] {

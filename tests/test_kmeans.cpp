@@ -265,17 +265,18 @@ TEST(KMeans, BitwiseOverThreadsAndRuns) {
   expect_repeatable([&](const Exec& exec) { return Result(exec, problem.args).all(); });
 }
 
-// The caller refuses such input (all_finite); should it come anyway, labels stay in range and nothing is overrun.
+// The caller refuses such input (all_within); should it come anyway, labels stay in range and nothing is overrun.
 TEST(KMeans, NanIntoKMeansNeverLeavesTheLabelRange) {
   each_machine([](const Exec& exec) {
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       for (const double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
         Random random(7);
         Problem problem(random, dtype, 90, 40, 70, 40, 20);
-        EXPECT_TRUE(exec.kernels->all_finite(problem.args.points, problem.rows.data(), 70));
+        EXPECT_TRUE(exec.kernels->all_within(problem.args.points, problem.rows.data(), 70, 1e18f));
         problem.points.set(problem.rows[33], 39, bad);
-        EXPECT_FALSE(exec.kernels->all_finite(problem.args.points, problem.rows.data(), 70));
-        EXPECT_TRUE(exec.kernels->all_finite(problem.args.points, problem.rows.data(), 33)) << "a row outside the list";
+        EXPECT_FALSE(exec.kernels->all_within(problem.args.points, problem.rows.data(), 70, 1e18f));
+        EXPECT_TRUE(exec.kernels->all_within(problem.args.points, problem.rows.data(), 33, 1e18f))
+            << "a row outside the list";
         problem.args.iterations = 3;
         expect_consistent(problem.args, Result(exec, problem.args));
       }
@@ -288,7 +289,7 @@ TEST(KMeans, LargestFiniteInputsAreFinite) {
   each_machine([](const Exec& exec) {
     Rows rows(DType::f32, 40, 40);
     for (int64_t i = 0; i < 1600; ++i) rows.set(i / 40, i % 40, std::numeric_limits<float>::max());
-    EXPECT_TRUE(exec.kernels->all_finite(rows.view(), all_rows(40).data(), 40));
+    EXPECT_TRUE(exec.kernels->all_within(rows.view(), all_rows(40).data(), 40, std::numeric_limits<float>::max()));
   });
 }
 

@@ -8,7 +8,7 @@
  * Every function returns a scope_status; 0 is success. On an error scope_last_error() says what was wrong with which
  * argument, on the calling thread, and no output has been written unless the function says otherwise. Nothing throws,
  * prints or exits. Handles: separate plans (each with its own context) run concurrently; calls that overlap on one plan or
- * on one context return SCOPE_BUSY.
+ * on one context return SCOPE_ERROR_BUSY.
  */
 #ifndef SCOPE_SCOPE_H
 #define SCOPE_SCOPE_H
@@ -40,7 +40,7 @@ typedef enum scope_status {
   SCOPE_ERROR_SIZE_LIMIT = 6,
   SCOPE_ERROR_WORKSPACE = 7, /* too small; the message and scope_plan_info hold the bytes required */
   SCOPE_ERROR_OUT_OF_MEMORY = 8,
-  SCOPE_ERROR_NON_FINITE = 9, /* NaN or Inf in q or k */
+  SCOPE_ERROR_NON_FINITE = 9, /* NaN, Inf or magnitudes over 1e18 in q or k */
   SCOPE_ERROR_IO = 10,
   SCOPE_ERROR_FORMAT = 11,
   SCOPE_ERROR_BUSY = 12,
@@ -71,6 +71,9 @@ SCOPE_API const char* scope_version(void); /* "0.1.0" */
 SCOPE_API const char* scope_status_name(scope_status status);
 SCOPE_API const char* scope_last_error(void); /* this thread's last failure; "" before the first */
 
+/* Before a plan is made: 1 if `backend` ("cpu") takes this dtype and head dimension, 0 if not. */
+SCOPE_API int32_t scope_supports(const char* backend, scope_dtype dtype, int64_t dim);
+
 /* ---- context ------------------------------------------------------------------------------------------------------- */
 
 /* threads: 0 = one per core. instruction_set: NULL or "auto", "avx512", "avx2", "portable". */
@@ -86,13 +89,14 @@ SCOPE_API scope_status scope_method_create(const char* name, scope_method** meth
 SCOPE_API void scope_method_destroy(scope_method* method);
 /* One setting by name, for example ("rho", "0.9"); `scope methods` and docs/settings.md list them. */
 SCOPE_API scope_status scope_method_set(scope_method* method, const char* name, const char* value);
-/* The value as text into buffer (always terminated); *needed gets its length with the terminator. A buffer of NULL and 0
- * only asks for the length. */
+/* The value as text with its terminator into buffer; *needed gets the length of both. A buffer of NULL and 0 only asks for
+ * the length; one that is too small is refused and left alone. */
 SCOPE_API scope_status scope_method_get(const scope_method* method, const char* name, char* buffer, size_t capacity,
                                         size_t* needed);
 /* rho, schedule and dense layers of a known video model, for example "wan2.1-t2v-14b". */
 SCOPE_API scope_status scope_method_apply_model(scope_method* method, const char* model);
-/* The table of settings: name, what it takes, default, help; index from 0, SCOPE_ERROR_INVALID_ARGUMENT past the end. */
+/* The table of settings: index from 0, SCOPE_ERROR_INVALID_ARGUMENT past the end. Defaults: scope_method_get of a new
+ * method. */
 typedef struct scope_setting_info {
   const char* name;
   const char* stage;
@@ -185,7 +189,7 @@ typedef struct scope_call_stats {
 typedef struct scope_run_args {
   size_t struct_size;
   scope_tensor q, k, v;
-  scope_tensor out;              /* must not overlap k or v; out.data == NULL: select only (v may be NULL too) */
+  scope_tensor out;              /* may be q itself, not k or v; out.data == NULL: select only (v may be NULL too) */
   float* lse;                    /* [batch, heads, q_tokens] natural log-sum-exp; optional */
   const int64_t* q_lengths;      /* [batch] valid queries, the rest is padding (zeros out); NULL: all */
   const int64_t* k_lengths;      /* [batch] valid keys, the rest is attended by nobody; NULL: all */
@@ -204,8 +208,8 @@ typedef struct scope_run_args {
 /* One attention call: group, encode, score, select, attend; or dense where method or schedule say so. */
 SCOPE_API scope_status scope_run(scope_plan* plan, const scope_run_args* args);
 
-/* attend alone, on a selection from anywhere: args->selection's labels and mask (and keep, optional) are read. The state,
- * schedule and statistics of args are ignored. */
+/* attend alone, on a selection from anywhere: args->selection's labels and mask (and keep, optional) are read; bits of keys
+ * past k_lengths are refused. The state, schedule, keep, dense_queries and statistics of args are ignored. */
 SCOPE_API scope_status scope_run_selection(scope_plan* plan, const scope_run_args* args);
 
 /* k_head = ceil(sum sizes[c] base_counts[c] / sum sizes[c]): the online per-head budget, from any proxy's base counts. */

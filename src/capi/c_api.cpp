@@ -213,6 +213,11 @@ const char* scope_status_name(scope_status status) {
 
 const char* scope_last_error(void) { return last_error.c_str(); }
 
+int32_t scope_supports(const char* backend, scope_dtype dtype, int64_t dim) {
+  const bool known = backend != nullptr && std::strcmp(backend, "cpu") == 0;
+  return known && dtype >= SCOPE_F32 && dtype <= SCOPE_BF16 && dim >= 1 && dim <= 256 ? 1 : 0;
+}
+
 scope_status scope_context_create(int32_t threads, const char* instruction_set, scope_context** context) {
   return guarded([&] {
     need(context, "context");

@@ -19,6 +19,7 @@ int available_cores() {
 
 ThreadPool::ThreadPool(int threads) {
   const int total = threads == 0 ? available_cores() : threads;
+  workers_.reserve(static_cast<size_t>(total));  // so that only starting a thread can fail below
   try {
     for (int i = 1; i < total; ++i) workers_.emplace_back([this, i] { work(i); });
   } catch (const std::system_error&) {
@@ -49,7 +50,7 @@ void ThreadPool::drain(int thread) {
     lock.unlock();
     std::exception_ptr error;
     try {
-      (*body_)(chunk, thread);
+      call_(body_, chunk, thread);
     } catch (...) {
       error = std::current_exception();
     }
@@ -76,15 +77,16 @@ void ThreadPool::work(int thread) {
   }
 }
 
-void ThreadPool::run(int64_t chunks, const std::function<void(int64_t, int)>& body) {
+void ThreadPool::run_chunks(int64_t chunks, const void* body, Call call) {
   if (chunks <= 0) return;
   if (workers_.empty() || chunks == 1) {
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) body(chunk, 0);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) call(body, chunk, 0);
     return;
   }
   {
     const std::lock_guard lock(mutex_);
-    body_ = &body;
+    body_ = body;
+    call_ = call;
     chunks_ = chunks;
     next_ = 0;
     error_ = nullptr;

@@ -4,7 +4,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -23,15 +22,23 @@ class ThreadPool {
 
   // Calls body(chunk, thread) once for each chunk in [0, chunks), thread in [0, threads()). Returns when all are
   // done; the first exception is rethrown here and stops chunks that have not begun.
-  void run(int64_t chunks, const std::function<void(int64_t chunk, int thread)>& body);
+  template <class Body>
+  void run(int64_t chunks, const Body& body) {
+    // A plain pointer pair: a std::function may allocate, and calls must not.
+    run_chunks(chunks, &body,
+               [](const void* b, int64_t chunk, int thread) { (*static_cast<const Body*>(b))(chunk, thread); });
+  }
 
  private:
+  using Call = void (*)(const void* body, int64_t chunk, int thread);
+  void run_chunks(int64_t chunks, const void* body, Call call);
   void work(int thread);
   void drain(int thread);
 
   std::mutex mutex_;
   std::condition_variable start_, done_;
-  const std::function<void(int64_t, int)>* body_ = nullptr;
+  const void* body_ = nullptr;
+  Call call_ = nullptr;
   int64_t chunks_ = 0, next_ = 0;
   int busy_ = 0;
   uint64_t round_ = 0;

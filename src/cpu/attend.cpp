@@ -105,8 +105,10 @@ class Attention {
       const int64_t height = round_up(ceil_div(size, parts), kStrip);
       for (int64_t at = 0; at < size; at += height) at_.tiles[n++] = {c, begin + at, begin + std::min(at + height, size)};
     }
-    std::stable_sort(at_.tiles, at_.tiles + n,
-                     [](const Tile& a, const Tile& b) { return a.end - a.begin > b.end - b.begin; });
+    std::sort(at_.tiles, at_.tiles + n, [](const Tile& a, const Tile& b) {
+      const int64_t rows_a = a.end - a.begin, rows_b = b.end - b.begin;
+      return rows_a != rows_b ? rows_a > rows_b : a.begin < b.begin;
+    });
     return n;
   }
 

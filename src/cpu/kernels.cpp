@@ -348,18 +348,23 @@ void lookup(const float* table, int64_t codes, int64_t subspaces, const int32_t*
 void min_max(const float* row, int64_t n, float* low, float* high) {
   V lo = hn::Set(df, std::numeric_limits<float>::infinity());
   V hi = hn::Set(df, -std::numeric_limits<float>::infinity());
+  V bad = hn::Zero(df);  // Min and Max may forget a NaN; its product with 0 does not
   int64_t j = 0;
   for (; j + L <= n; j += L) {
     const V x = hn::LoadU(df, row + j);
     lo = hn::Min(lo, x);
     hi = hn::Max(hi, x);
+    bad = hn::MulAdd(x, hn::Zero(df), bad);
   }
+  float tail_bad = 0;
   *low = hn::GetLane(hn::MinOfLanes(df, lo));
   *high = hn::GetLane(hn::MaxOfLanes(df, hi));
   for (; j < n; ++j) {
     *low = HWY_MIN(*low, row[j]);
     *high = HWY_MAX(*high, row[j]);
+    tail_bad += row[j] * 0.0f;
   }
+  *high += hn::GetLane(hn::SumOfLanes(df, bad)) + tail_bad;
 }
 
 HWY_INLINE void bin_vector(V x, float high, float per_bin, int32_t last, int32_t* bins, float* mass) {
@@ -408,26 +413,25 @@ void above(const float* row, int64_t n, float threshold, uint32_t* words) {
   }
 }
 
-// Any non-finite value makes x * 0 a NaN, and NaN survives addition.
-bool all_finite(const RowsView& src, const int32_t* rows, int64_t count) {
+bool all_within(const RowsView& src, const int32_t* rows, int64_t count, float limit) {
+  bool within = true;
   if (src.dtype == DType::f32) {
-    V sum = hn::Zero(df);
-    float tail = 0;
+    auto fine = hn::Eq(hn::Zero(df), hn::Zero(df));
     for (int64_t i = 0; i < count; ++i) {
       const auto* in = reinterpret_cast<const float*>(src.row(rows[i]));
       int64_t c = 0;
-      for (; c + L <= src.dim; c += L) sum = hn::MulAdd(hn::LoadU(df, in + c), hn::Zero(df), sum);
-      for (; c < src.dim; ++c) tail += in[c] * 0.0f;
+      for (; c + L <= src.dim; c += L) fine = hn::And(fine, hn::Le(hn::Abs(hn::LoadU(df, in + c)), hn::Set(df, limit)));
+      for (; c < src.dim; ++c) within &= std::abs(in[c]) <= limit;  // false for NaN
     }
-    return hn::GetLane(hn::SumOfLanes(df, sum)) + tail == 0.0f;
+    return within && hn::AllTrue(df, fine);
   }
-  const uint16_t exponent = src.dtype == DType::bf16 ? 0x7f80 : 0x7c00;
-  bool finite = true;
+  // The bits of positive numbers sort as the numbers do, infinity and NaN last.
+  const int most = src.dtype == DType::bf16 ? f32_to_bf16(limit) : 0x7bff;
   for (int64_t i = 0; i < count; ++i) {
     const auto* in = reinterpret_cast<const uint16_t*>(src.row(rows[i]));
-    for (int64_t c = 0; c < src.dim; ++c) finite &= (in[c] & exponent) != exponent;
+    for (int64_t c = 0; c < src.dim; ++c) within &= (in[c] & 0x7fff) <= most;
   }
-  return finite;
+  return within;
 }
 
 #if HWY_TARGET == HWY_AVX3
@@ -439,7 +443,7 @@ bool all_finite(const RowsView& src, const int32_t* rows, int64_t count) {
 #endif
 
 const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack, dot,   accumulate,
-                          argmax,     add,    lookup,    min_max,   bin,  above, all_finite};
+                          argmax,     add,    lookup,    min_max,   bin,  above, all_within};
 
 void pack_q_f32(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* out, int64_t stride) {
   base.load_rows(src, rows, count, static_cast<float*>(out), stride);

@@ -39,12 +39,14 @@ struct Kernels {
   void (*add)(const float* in, int64_t depth, float* out);
   // out[j] = sum over m of table[m * codes + labels[m * count + j]].
   void (*lookup)(const float* table, int64_t codes, int64_t subspaces, const int32_t* labels, int64_t count, float* out);
+  // *high is NaN when any value is not finite.
   void (*min_max)(const float* row, int64_t n, float* low, float* high);
   // bins[j] = min(int((high - row[j]) * per_bin), last); when mass is given, mass[j] = exp(row[j] - high).
   void (*bin)(const float* row, int64_t n, float high, float per_bin, int32_t last, int32_t* bins, float* mass);
   // Bits of row[j] > threshold into words [ceil(n / 32)].
   void (*above)(const float* row, int64_t n, float threshold, uint32_t* words);
-  bool (*all_finite)(const RowsView& src, const int32_t* rows, int64_t count);
+  // Whether every |x| <= limit; false for NaN.
+  bool (*all_within)(const RowsView& src, const int32_t* rows, int64_t count, float limit);
 };
 
 // The arithmetic of attend: f32 on every instruction set; bf16 dot products where the CPU has them. Packed q, k, v

@@ -14,12 +14,13 @@
 namespace scope {
 
 int64_t head_budget(const int32_t* sizes, const int32_t* base_counts, int64_t groups) {
-  int64_t total = 0, queries = 0;
+  __extension__ __int128 total = 0;  // three groups of 2^31 queries and keys already pass 64 bits
+  int64_t queries = 0;
   for (int64_t c = 0; c < groups; ++c) {
     total += int64_t{sizes[c]} * base_counts[c];
     queries += sizes[c];
   }
-  return queries == 0 ? 0 : ceil_div(total, queries);
+  return queries == 0 ? 0 : static_cast<int64_t>((total + queries - 1) / queries);
 }
 
 namespace cpu {
@@ -27,7 +28,8 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kBins = 1024;
-constexpr int64_t kBinChunk = 512;  // keys whose bins and masses are computed at a time
+constexpr int64_t kRowBytes = 32 << 20;  // proxy rows that all threads together hold at a time
+constexpr int64_t kBinChunk = 512;       // keys whose bins and masses are computed at a time
 
 // The histogram of one proxy row: bins of equal width, the highest scores in bin 0.
 struct Histogram {
@@ -44,22 +46,23 @@ struct Histogram {
 };
 
 struct Layout {
-  int64_t row_stride;
-  Histogram* histograms;  // [groups]
-  int32_t* base;          // [groups] b_c
-  float* rows;            // [threads, kScoreRows, row_stride]
-  float* buffer;          // [threads, score_rows_buffer]
-  int32_t* candidates;    // [threads, tokens] positions in one bin
-  float* tail_block;      // [threads, kKeyBlock, padded dim]
-  float* tail_sum;        // [threads, kScoreRows, padded dim]
+  int64_t row_stride, height;  // height: rows that a thread holds, at most kScoreRows
+  Histogram* histograms;       // [groups]
+  int32_t* base;               // [groups] b_c
+  float* rows;                 // [threads, height, row_stride]
+  float* buffer;               // [threads, score_rows_buffer]
+  int32_t* candidates;         // [threads, tokens] positions in one bin
+  float* tail_block;           // [threads, kKeyBlock, padded dim]
+  float* tail_sum;             // [threads, kScoreRows, padded dim]
 
   Layout(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t groups, int64_t* bytes = nullptr) {
     const int64_t threads = exec.pool->threads();
     const int64_t padded_dim = round_up(dim, kLanes);
     row_stride = round_up(count, kLanes);
+    height = std::clamp<int64_t>(kRowBytes / (threads * std::max<int64_t>(row_stride, 1) * 4), 1, kScoreRows);
     histograms = arena.take<Histogram>(groups);
     base = arena.take<int32_t>(groups);
-    rows = arena.take<float>(threads * kScoreRows * row_stride);
+    rows = arena.take<float>(threads * height * row_stride);
     buffer = arena.take<float>(threads * score_rows_buffer(exec, dim));
     candidates = arena.take<int32_t>(threads * count);
     tail_block = arena.take<float>(threads * kKeyBlock * padded_dim);
@@ -119,10 +122,10 @@ class Selector {
   void blocks(const Body& body) {
     // Small blocks when there are few groups, so that every thread has work.
     const int64_t groups = args_.proxy.groups;
-    const int64_t height = std::clamp<int64_t>(groups / (4 * exec_.pool->threads()), 1, kScoreRows);
+    const int64_t height = std::clamp<int64_t>(groups / (4 * exec_.pool->threads()), 1, at_.height);
     exec_.pool->run(ceil_div(groups, height), [&](int64_t chunk, int thread) {
       const int64_t first = chunk * height, n = std::min(height, groups - first);
-      float* rows = at_.rows + thread * kScoreRows * at_.row_stride;
+      float* rows = at_.rows + thread * at_.height * at_.row_stride;
       score_rows(exec_, args_.proxy, first, n, rows, at_.row_stride,
                  at_.buffer + thread * score_rows_buffer(exec_, args_.proxy.k.dim));
       body(first, n, rows, thread);

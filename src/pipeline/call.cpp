@@ -78,6 +78,10 @@ void check_args(const Plan& plan, const CallArgs& args, bool needs_v) {
     check_tensor("v", args.v, shape, shape.k_tokens);
     check_tensor("out", args.out, shape, shape.q_tokens);
     check_no_overlap(args.out);
+    require(args.out.data != args.q.data || args.out.data == nullptr ||
+                (args.out.batch_stride == args.q.batch_stride && args.out.head_stride == args.q.head_stride &&
+                 args.out.token_stride == args.q.token_stride),
+            Status::invalid_argument, "out: it is q's memory with other strides");
     require(args.out.data == nullptr || (args.out.data != args.k.data && args.out.data != args.v.data),
             Status::invalid_argument, "out: it is the same memory as {}", args.out.data == args.k.data ? "k" : "v");
   }
@@ -87,7 +91,9 @@ void check_args(const Plan& plan, const CallArgs& args, bool needs_v) {
           "dense_queries: the plan was made without them (set dense_queries in its shape)");
 }
 
-// Non-finite q or k would poison every centroid, so they are refused before anything is written.
+// Non-finite q or k would poison every centroid, so they are refused before anything is written; so is what could overflow a
+// product of up to 256 channels.
+constexpr float kMostMagnitude = 1e18f;
 void check_finite(const Plan& plan, const CallArgs& args) {
   const Exec& exec = plan.context.exec();
   const auto check = [&](const char* name, const TensorView& x, const int64_t* lengths) {
@@ -101,9 +107,10 @@ void check_finite(const Plan& plan, const CallArgs& args) {
       int32_t rows[kRows];
       if (end <= first) return;
       std::iota(rows, rows + (end - first), static_cast<int32_t>(first));
-      if (!exec.kernels->all_finite(x.head(b, head % x.heads), rows, end - first)) bad = head;
+      if (!exec.kernels->all_within(x.head(b, head % x.heads), rows, end - first, kMostMagnitude)) bad = head;
     });
-    require(bad < 0, Status::non_finite, "{}: NaN or Inf among the valid tokens of sample {}, head {}", name, bad / x.heads,
+    require(bad < 0, Status::non_finite,
+            "{}: NaN, Inf or a magnitude over 1e18 among the valid tokens of sample {}, head {}", name, bad / x.heads,
             bad % x.heads);
   };
   check("q", args.q, args.q_lengths);
@@ -139,9 +146,10 @@ class Call {
       stats_.warm = args_.state != nullptr && clusters();
       for (int64_t b = 0; b < plan_.shape.batch; ++b) sample(b);
     }
-    const auto heads = static_cast<double>(plan_.shape.batch * plan_.shape.heads);
-    stats_.density /= heads;
-    stats_.total_density /= heads;
+    if (sparse() && selecting_heads_ == 0) stats_.reason = Reason::nothing_to_select;
+    stats_.density = selecting_heads_ == 0 ? 1.0 : stats_.density / static_cast<double>(selecting_heads_);
+    stats_.total_density /= static_cast<double>(plan_.shape.batch * plan_.shape.heads);
+    stats_.warm = stats_.warm && stats_.iterations > 0;
     if (args_.stats != nullptr) *args_.stats = stats_;
   }
 
@@ -151,6 +159,7 @@ class Call {
     const int64_t words = mask_words(shape.k_tokens), groups = plan_.selection_groups;
     for (int64_t b = 0; b < shape.batch; ++b) {
       Sample s = describe(b);
+      std::fill_n(at_.keep, words, 0u);
       if (selected.keep != nullptr) std::copy_n(selected.keep + b * words, words, at_.keep);
       for (int64_t h = 0; h < shape.heads; ++h) {
         const int64_t head = b * shape.heads + h;
@@ -179,8 +188,7 @@ class Call {
  private:
   bool sparse() const { return stats_.reason == Reason::sparse; }
   bool in_prefix() const {
-    return plan_.settings.warm_prefix && args_.state != nullptr &&
-           (stats_.reason == Reason::dense_step || stats_.reason == Reason::dense_layer);
+    return plan_.settings.warm_prefix && args_.state != nullptr && stats_.reason == Reason::dense_step;
   }
   bool clusters() const { return sparse() || in_prefix(); }
 
@@ -220,7 +228,7 @@ class Call {
     }
     const bool selects = sparse() && s.queries > 0 && s.keys > 0;
     const bool clusters_here = clusters() && s.queries > 0 && s.keys > 0;
-    if (sparse() && !selects && plan_.shape.batch == 1) stats_.reason = Reason::nothing_to_select;
+
     StateSlot next{};
     StateSlot before{};
     if (clusters_here) {
@@ -230,6 +238,8 @@ class Call {
     }
     const bool warm = clusters_here && args_.state != nullptr && before.groups == next.groups && before.codes == next.codes;
     stats_.warm = stats_.warm && (warm || !clusters_here);
+    // A call that fails midway leaves the sample uninitialised, so that the next one starts cold instead of from a mixture.
+    if (clusters_here && args_.state != nullptr) StateView(plan_, args_.state, b).set_slot({});
     for (int64_t h = 0; h < plan_.shape.heads; ++h) {
       if (clusters_here) cluster(s, h, next, warm);
       if (selects) {
@@ -238,7 +248,7 @@ class Call {
         dense_head(s, h);
       }
     }
-    // Only now: had a head failed, the sample would have stayed as it was, or uninitialised.
+
     if (clusters_here && args_.state != nullptr) StateView(plan_, args_.state, b).set_slot(next);
   }
 
@@ -369,12 +379,12 @@ class Call {
     std::iota(at_.order, at_.order + plan_.shape.q_tokens, 0);
     at_.offsets[0] = 0;
     at_.offsets[1] = s.valid_q;
-    stats_.density += 1;
     stats_.total_density += 1;
     if (args_.head_stats != nullptr) {
       args_.head_stats[head] = {.density = 1, .total_density = 1, .queries = s.queries, .keys = s.keys};
     }
     clear_selection(head);
+    if (sparse()) write_dense_selection(s, head);
     if (args_.out.data != nullptr) attend(s, h, 1, at_.valid, false);
   }
 
@@ -423,6 +433,7 @@ class Call {
     if (head.codes > 0) head.empty_codes = std::accumulate(at_.empty, at_.empty + plan_.partition.size(), int64_t{0});
     head.density = pairs / (static_cast<double>(s.queries) * static_cast<double>(s.keys));
     head.total_density = total / (static_cast<double>(s.valid_q) * static_cast<double>(s.valid_k));
+    ++selecting_heads_;
     stats_.density += head.density;
     stats_.total_density += head.total_density;
     if (args_.head_stats != nullptr) args_.head_stats[s.index * plan_.shape.heads + h] = head;
@@ -457,7 +468,20 @@ class Call {
     }
   }
 
-  // A call that ran dense selected nothing.
+  // A sample without anything to select from attends densely: all its queries are the last group.
+  void write_dense_selection(const Sample& s, int64_t head) {
+    const SelectionOut& to = args_.selection;
+    const int64_t groups = plan_.selection_groups, words = mask_words(plan_.shape.k_tokens),
+                  last = head * groups + groups - 1;
+    if (groups == 0) return;
+    if (to.labels != nullptr)
+      std::fill_n(to.labels + head * plan_.shape.q_tokens, s.valid_q, static_cast<int32_t>(groups - 1));
+    if (to.sizes != nullptr) to.sizes[last] = static_cast<int32_t>(s.valid_q);
+    if (to.counts != nullptr) to.counts[last] = static_cast<int32_t>(s.keys);
+    if (to.mask != nullptr) std::copy_n(at_.valid, words, to.mask + last * words);
+  }
+
+  // A call that ran dense by its schedule selected nothing.
   void clear_selection(int64_t head) {
     const SelectionOut& to = args_.selection;
     const Shape& shape = plan_.shape;
@@ -484,6 +508,7 @@ class Call {
   const Exec& exec_;
   Workspace at_;
   CallStats stats_;
+  int64_t selecting_heads_ = 0;
   float scale_ = 0;
 };
 
@@ -493,6 +518,7 @@ void call(const Plan& plan, const CallArgs& args) {
   const bool attends = args.out.data != nullptr || plan.shape.q_tokens == 0;
   check_args(plan, args, attends);
   require(attends || !plan.settings.dense, Status::invalid_argument, "out: got null, and method dense selects nothing");
+  require(attends || args.lse == nullptr, Status::invalid_argument, "lse: got one without out");
   require(attends || plan.settings.tail == Tail::none, Status::invalid_argument,
           "out: got null, and tail first_order needs v and out");
   if (args.state != nullptr) {
@@ -513,16 +539,19 @@ void attend_selected(const Plan& plan, const CallArgs& args, const SelectedArgs&
     require(selected.labels[i] >= -1 && selected.labels[i] < plan.selection_groups, Status::invalid_argument,
             "selection.labels[{}]: got {}, expected -1..{}", i, selected.labels[i], plan.selection_groups - 1);
   }
-  // Bits past the last key would read past k and v.
-  const uint32_t past = shape.k_tokens % 32 == 0 ? 0u : ~0u << (shape.k_tokens % 32);
-  for (int64_t row = 0; words > 0 && row < heads * plan.selection_groups; ++row) {
-    require((selected.mask[(row + 1) * words - 1] & past) == 0, Status::invalid_argument,
-            "selection.mask: row {} has bits past key {}", row, shape.k_tokens - 1);
+  // Bits past the valid keys would read padding, or past k and v.
+  const auto check_row = [&](const char* name, const uint32_t* row, int64_t b) {
+    const int64_t valid = args.k_lengths == nullptr ? shape.k_tokens : args.k_lengths[b];
+    for (int64_t w = valid / 32; w < words; ++w) {
+      const uint32_t past = w == valid / 32 ? ~0u << (valid % 32) : ~0u;
+      require((row[w] & past) == 0, Status::invalid_argument, "selection.{}: sample {} has bits past its {} valid keys",
+              name, b, valid);
+    }
+  };
+  for (int64_t row = 0; row < heads * plan.selection_groups; ++row) {
+    check_row("mask", selected.mask + row * words, row / (shape.heads * plan.selection_groups));
   }
-  for (int64_t b = 0; selected.keep != nullptr && words > 0 && b < shape.batch; ++b) {
-    require((selected.keep[(b + 1) * words - 1] & past) == 0, Status::invalid_argument,
-            "selection.keep: row {} has bits past key {}", b, shape.k_tokens - 1);
-  }
+  for (int64_t b = 0; selected.keep != nullptr && b < shape.batch; ++b) check_row("keep", selected.keep + b * words, b);
   Call(plan, args).run_selected(selected);
 }
 

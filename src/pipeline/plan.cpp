@@ -59,6 +59,9 @@ Context::Context(int threads, std::string_view instruction_set) : pool_(checked_
 Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shape_)
     : context(context_), settings(settings_), shape(shape_), backend(cpu_backend()) {
   check_shape(shape);
+  if (!shape.subspaces.empty()) check_partition(shape.subspaces, shape.dim);
+  if (!shape.rope.empty())
+    make_partition("rope", shape.dim, shape.rope, 0);  // refuses ranges that do not cover the channels
   if (!settings.dense) {
     groups = effective_groups(settings, shape.q_tokens);
     selection_groups = groups + (shape.dense_queries ? 1 : 0);

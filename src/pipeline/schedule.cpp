@@ -6,6 +6,7 @@
 namespace scope {
 
 Reason schedule(const Settings& settings, const Place& place) {
+  require(place.steps <= 1'000'000'000, Status::invalid_argument, "steps: got {}, expected at most 1000000000", place.steps);
   require(place.step < 0 || place.step < place.steps, Status::invalid_argument,
           "step: got {} of {} steps, expected 0..steps - 1", place.step, place.steps);
   if (settings.dense) return Reason::method_dense;
