@@ -66,6 +66,7 @@ Qkv synthetic_input(const Case& c, const Options& options, ThreadPool& pool) {
 template <class Field>
 double median(const std::vector<CallStats>& runs, Field field) {
   std::vector<double> values;
+  values.reserve(runs.size());
   for (const CallStats& run : runs) values.push_back(run.*field);
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];

@@ -283,7 +283,7 @@ Progress::Progress(std::string what, int64_t total)
     : what_(std::move(what)), total_(total), shown_(isatty(STDERR_FILENO) == 1), start_(now_seconds()) {}
 
 Progress::~Progress() {
-  if (shown_) fmt::print(stderr, "\r\x1b[K");
+  if (shown_) std::fputs("\r\x1b[K", stderr);
 }
 
 void Progress::step(const std::string& note) {

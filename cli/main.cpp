@@ -32,6 +32,8 @@ int exit_code(scope::Status status) {
 
 }  // namespace
 
+// Describing the options can fail only for lack of memory, before anything was done.
+// NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
   CLI::App app(
       "Sparse attention for video diffusion transformers: SCOPE, on your own q, k, v.\n\n"

@@ -122,8 +122,7 @@ TEST(CApi, ErrorsNameTheArgumentAndLeaveHandlesUsable) {
   scope_shape shape = host.shape();
   scope_plan* none = nullptr;
   scope_attn::Method method;
-  const int wrong = 9;  // as a C caller could pass it
-  std::memcpy(&shape.dtype, &wrong, sizeof wrong);
+  shape.dtype = 9;
   EXPECT_EQ(scope_plan_create(context.handle(), method.handle(), &shape, &none), SCOPE_ERROR_DTYPE);
   shape = host.shape();
   shape.rope[0] = 23;

@@ -72,7 +72,7 @@ SCOPE_API const char* scope_status_name(scope_status status);
 SCOPE_API const char* scope_last_error(void); /* this thread's last failure; "" before the first */
 
 /* Before a plan is made: 1 if `backend` ("cpu") takes this dtype and head dimension, 0 if not. */
-SCOPE_API int32_t scope_supports(const char* backend, scope_dtype dtype, int64_t dim);
+SCOPE_API int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim);
 
 /* ---- context ------------------------------------------------------------------------------------------------------- */
 
@@ -113,7 +113,7 @@ typedef struct scope_shape {
   int64_t batch, heads;
   int64_t q_tokens, k_tokens;
   int64_t dim;           /* up to 256 */
-  scope_dtype dtype;     /* of q, k, v and out */
+  int32_t dtype;         /* a scope_dtype, of q, k, v and out */
   int32_t dense_queries; /* 1: calls may name queries that attend densely (text) */
   int64_t rope[3];       /* channels along T, H, W, for partition=rope; all 0: not given */
   /* Any partition into channel sets instead: `subspaces` sets of sizes subspace_sizes[m], their channels one set after the

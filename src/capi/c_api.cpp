@@ -101,9 +101,9 @@ class Busy {
   std::atomic_flag& flag_;
 };
 
-scope::DType to_dtype(scope_dtype dtype) {
+scope::DType to_dtype(int32_t dtype) {
   require(dtype >= SCOPE_F32 && dtype <= SCOPE_BF16, Status::dtype,
-          "dtype: got {}, expected SCOPE_F32, SCOPE_F16 or SCOPE_BF16", static_cast<int>(dtype));
+          "dtype: got {}, expected SCOPE_F32, SCOPE_F16 or SCOPE_BF16", dtype);
   return static_cast<scope::DType>(dtype);
 }
 
@@ -213,7 +213,7 @@ const char* scope_status_name(scope_status status) {
 
 const char* scope_last_error(void) { return last_error.c_str(); }
 
-int32_t scope_supports(const char* backend, scope_dtype dtype, int64_t dim) {
+int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim) {
   const bool known = backend != nullptr && std::strcmp(backend, "cpu") == 0;
   return known && dtype >= SCOPE_F32 && dtype <= SCOPE_BF16 && dim >= 1 && dim <= 256 ? 1 : 0;
 }

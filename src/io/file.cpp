@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <system_error>
 #include <utility>
 
 namespace scope::io {
@@ -29,7 +30,7 @@ constexpr ElementInfo kElements[] = {{"f64", 8}, {"f32", 4}, {"f16", 2}, {"bf16"
                                      {"i8", 1},  {"u64", 8}, {"u32", 4}, {"u16", 2},  {"u8", 1},  {"bool", 1}};
 
 [[noreturn]] void fail_io(const char* action, const std::string& path, int error) {
-  fail(Status::io, "cannot {} {}: {}", action, path, std::strerror(error));
+  fail(Status::io, "cannot {} {}: {}", action, path, std::generic_category().message(error));
 }
 
 struct Descriptor {

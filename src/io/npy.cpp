@@ -109,7 +109,7 @@ class HeaderParser {
     if (quote != '\'' && quote != '"') unexpected(expected);
     const size_t end = text_.find(quote, at_ + 1);
     if (end == std::string_view::npos) unexpected("a closing quote");
-    const std::string out(text_.substr(at_ + 1, end - at_ - 1));
+    std::string out(text_.substr(at_ + 1, end - at_ - 1));
     at_ = end + 1;
     return out;
   }

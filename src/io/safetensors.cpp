@@ -167,6 +167,7 @@ class HeaderReader : public json::json_sax_t {
 // Tensors must tile [0, data_bytes) with neither holes nor overlaps; afterwards every range is known to lie in the file.
 void check_layout(const std::map<std::string, Entry>& entries, int64_t data_bytes) {
   std::vector<const std::pair<const std::string, Entry>*> order;
+  order.reserve(entries.size());
   for (const auto& item : entries) order.push_back(&item);
   std::stable_sort(order.begin(), order.end(), [](auto* a, auto* b) { return a->second.offsets < b->second.offsets; });
   int64_t at = 0;

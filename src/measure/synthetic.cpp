@@ -77,7 +77,7 @@ std::vector<double> rope_frequencies(const std::vector<int64_t>& rope) {
 
 // Rotates interleaved channel pairs of each axis' range by position x frequency.
 void rotate(double* x, const std::vector<int64_t>& rope, const double* frequency, const int64_t* place) {
-  for (size_t axis = 0; axis < rope.size(); ++axis) {
+  for (size_t axis = 0; axis < 3; ++axis) {
     for (int64_t i = 0; i < rope[axis]; i += 2) {
       const double angle = static_cast<double>(place[axis]) * *frequency++;
       const double c = std::cos(angle), s = std::sin(angle), a = x[i], b = x[i + 1];

@@ -57,7 +57,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   shape.q_tokens = in.wild();
   shape.k_tokens = in.wild();
   shape.dim = in.wild();
-  shape.dtype = static_cast<scope_dtype>(in.byte() % 4);
+  shape.dtype = static_cast<int32_t>(in.byte() % 4);
   shape.dense_queries = static_cast<int32_t>(in.byte() & 1);
   for (auto& range : shape.rope) range = in.wild();
   int64_t sizes[4] = {in.byte() % 9, in.byte() % 9, in.byte() % 9, in.byte() % 9};
