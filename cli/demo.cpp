@@ -100,7 +100,7 @@ void run(const Options& options) {
   fmt::print("\n  {:<26} {:>8} {:>8} {:>8} {:>8} {:>9}\n{}", "warm, ms per stage", "group", "encode", "score", "select",
              "attend", stages);
   fmt::print(
-      "\nmass recall: exact softmax mass on the selected keys; oracle recall: share of the exact top 10 %% that was "
+      "\nmass recall: exact softmax mass on the selected keys; oracle recall: share of the exact top 10 % that was "
       "selected;\n"
       "error: |o - o*| / |o*| against float64, on {} queries per head; cold and warm: speedup over dense in this run.\n",
       options.samples);
