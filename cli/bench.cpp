@@ -39,30 +39,6 @@ struct Variant {
   std::vector<CallStats> runs;
 };
 
-Qkv synthetic_input(const Case& c, const Options& options, ThreadPool& pool) {
-  const SyntheticSpec spec{
-      {c.grid[0], c.grid[1], c.grid[2]}, parse_list("--rope", options.rope, ','), c.heads, options.seed};
-  const SyntheticQkv made = make_qkv(spec, pool);
-  const auto convert = [&](const std::vector<float>& x) {
-    io::Array array{io::ElementType::f32, {made.heads, made.tokens, made.dim}, {}};
-    if (options.dtype == "f32") {
-      array.data.resize(x.size() * 4);
-      std::memcpy(array.data.data(), x.data(), array.data.size());
-    } else {
-      array.type = options.dtype == "bf16" ? io::ElementType::bf16 : io::ElementType::f16;
-      array.data.resize(x.size() * 2);
-      for (size_t i = 0; i < x.size(); ++i) {
-        const uint16_t bits = options.dtype == "bf16" ? f32_to_bf16(x[i]) : f32_to_f16(x[i]);
-        std::memcpy(array.data.data() + 2 * i, &bits, 2);
-      }
-    }
-    return array;
-  };
-  Qkv qkv = make_qkv_input(convert(made.q), convert(made.k), convert(made.v));
-  qkv.rope = spec.rope;
-  return qkv;
-}
-
 template <class Field>
 double median(const std::vector<CallStats>& runs, Field field) {
   std::vector<double> values;
@@ -94,7 +70,9 @@ std::vector<Variant> make_variants(const Settings& base, double density) {
 }
 
 nlohmann::ordered_json run_case(const Case& c, const Options& options, const Context& context) {
-  const Qkv qkv = synthetic_input(c, options, *context.exec().pool);
+  const SyntheticSpec spec{
+      {c.grid[0], c.grid[1], c.grid[2]}, parse_list("--rope", options.rope, ','), c.heads, options.seed};
+  const Qkv qkv = synthetic_qkv(spec, options.dtype, *context.exec().pool);
   std::vector<Variant> variants = make_variants(options.method.settings(), c.density);
   CallArgs args;
   args.q = qkv.view(qkv.q, qkv.q_tokens);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <cstring>
 #include <fstream>
 
 #include "core/numeric.h"
@@ -64,6 +65,28 @@ Qkv make_qkv_input(io::Array q, io::Array k, io::Array v) {
   out.k = std::move(k);
   out.v = std::move(v);
   return out;
+}
+
+Qkv synthetic_qkv(const SyntheticSpec& spec, const std::string& dtype, ThreadPool& pool, const std::function<void()>& done) {
+  const SyntheticQkv made = make_qkv(spec, pool, done);
+  const auto convert = [&](const std::vector<float>& x) {
+    io::Array array{io::ElementType::f32, {made.heads, made.tokens, made.dim}, {}};
+    if (dtype == "f32") {
+      array.data.resize(x.size() * 4);
+      std::memcpy(array.data.data(), x.data(), array.data.size());
+      return array;
+    }
+    array.type = dtype == "f16" ? io::ElementType::f16 : io::ElementType::bf16;
+    array.data.resize(x.size() * 2);
+    for (size_t i = 0; i < x.size(); ++i) {
+      const uint16_t bits = dtype == "f16" ? f32_to_f16(x[i]) : f32_to_bf16(x[i]);
+      std::memcpy(array.data.data() + 2 * i, &bits, 2);
+    }
+    return array;
+  };
+  Qkv qkv = make_qkv_input(convert(made.q), convert(made.k), convert(made.v));
+  qkv.rope = spec.rope;
+  return qkv;
 }
 
 std::vector<int64_t> parse_list(const std::string& name, const std::string& text, char separator) {

@@ -11,6 +11,7 @@
 
 #include "io/file.h"
 #include "measure/recall.h"
+#include "measure/synthetic.h"
 #include "pipeline/call.h"
 
 namespace scope::cli {
@@ -29,6 +30,9 @@ struct Qkv {
 
 // Checks ranks, dtypes and shapes; the arrays come from anywhere.
 Qkv make_qkv_input(io::Array q, io::Array k, io::Array v);
+// What `scope make-qkv` makes, in f32, f16 or bf16; `done` is called after each head.
+Qkv synthetic_qkv(
+    const SyntheticSpec& spec, const std::string& dtype, ThreadPool& pool, const std::function<void()>& done = [] {});
 std::vector<int64_t> parse_list(const std::string& name, const std::string& text, char separator);
 Partition parse_subspaces(const std::string& json);
 

@@ -35,13 +35,7 @@ void run(const Options& options) {
       {"+ first-order tail", "scope-exact", {{"rule", "target"}, {"density", "0.1"}, {"tail", "first_order"}}},
       {"scope, rule=online", "scope", {}}};
   auto progress = std::make_unique<Progress>("scope demo", static_cast<int64_t>(3 * rows.size() + 1));
-  const SyntheticQkv made = make_qkv(spec, *context.exec().pool);
-  const auto wrap = [&](const std::vector<float>& x) {
-    io::Array array{io::ElementType::f32, {made.heads, made.tokens, made.dim}, std::vector<std::byte>(x.size() * 4)};
-    std::memcpy(array.data.data(), x.data(), array.data.size());
-    return array;
-  };
-  Qkv qkv = make_qkv_input(wrap(made.q), wrap(made.k), wrap(made.v));
+  const Qkv qkv = synthetic_qkv(spec, "f32", *context.exec().pool);
   progress->step("data");
   CallArgs args;
   args.q = qkv.view(qkv.q, qkv.q_tokens);

@@ -17,13 +17,7 @@ namespace {
 // A sparse call that keeps every key must equal dense attention, and a selective one must keep what it was asked to.
 void self_test(const Context& context) {
   const SyntheticSpec spec{{4, 12, 16}, {44, 42, 42}, 2, 7};
-  const SyntheticQkv made = make_qkv(spec, *context.exec().pool);
-  const auto wrap = [&](const std::vector<float>& x) {
-    io::Array array{io::ElementType::f32, {made.heads, made.tokens, made.dim}, std::vector<std::byte>(x.size() * 4)};
-    std::memcpy(array.data.data(), x.data(), array.data.size());
-    return array;
-  };
-  const Qkv qkv = make_qkv_input(wrap(made.q), wrap(made.k), wrap(made.v));
+  const Qkv qkv = synthetic_qkv(spec, "f32", *context.exec().pool);
   CallArgs args;
   args.q = qkv.view(qkv.q, qkv.q_tokens);
   args.k = qkv.view(qkv.k, qkv.k_tokens);

@@ -19,22 +19,6 @@ struct Options {
   MachineFlags machine;
 };
 
-io::Array to_array(const std::vector<float>& x, const SyntheticQkv& qkv, const std::string& dtype) {
-  io::Array array{io::ElementType::f32, {qkv.heads, qkv.tokens, qkv.dim}, {}};
-  if (dtype == "f32") {
-    array.data.resize(x.size() * 4);
-    std::memcpy(array.data.data(), x.data(), array.data.size());
-    return array;
-  }
-  array.type = dtype == "f16" ? io::ElementType::f16 : io::ElementType::bf16;
-  array.data.resize(x.size() * 2);
-  for (size_t i = 0; i < x.size(); ++i) {
-    const uint16_t bits = dtype == "f16" ? f32_to_f16(x[i]) : f32_to_bf16(x[i]);
-    std::memcpy(array.data.data() + 2 * i, &bits, 2);
-  }
-  return array;
-}
-
 void run(const Options& options) {
   const auto grid = parse_list("--grid", options.grid, 'x');
   require(grid.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW such as 13x30x52", options.grid);
@@ -42,16 +26,16 @@ void run(const Options& options) {
       {grid[0], grid[1], grid[2]}, parse_list("--rope", options.rope, ','), options.heads, options.seed};
   ThreadPool pool(options.machine.threads);
   auto progress = std::make_unique<Progress>("make-qkv", spec.heads);
-  const SyntheticQkv qkv = make_qkv(spec, pool, [&] { progress->step("heads"); });
+  Qkv qkv = synthetic_qkv(spec, options.dtype, pool, [&] { progress->step("heads"); });
   progress.reset();
   io::SafeTensors file;
-  file.tensors["q"] = to_array(qkv.q, qkv, options.dtype);
-  file.tensors["k"] = to_array(qkv.k, qkv, options.dtype);
-  file.tensors["v"] = to_array(qkv.v, qkv, options.dtype);
+  file.tensors["q"] = std::move(qkv.q);
+  file.tensors["k"] = std::move(qkv.k);
+  file.tensors["v"] = std::move(qkv.v);
   file.metadata = {
       {"grid", options.grid}, {"rope", options.rope}, {"seed", std::to_string(options.seed)}, {"source", "scope make-qkv"}};
   io::write_safetensors(options.output, file);
-  fmt::print("{}: q, k, v {} [{}, {}, {}], grid {}, rope {}\n", options.output, options.dtype, qkv.heads, qkv.tokens,
+  fmt::print("{}: q, k, v {} [{}, {}, {}], grid {}, rope {}\n", options.output, options.dtype, qkv.heads, qkv.q_tokens,
              qkv.dim, options.grid, options.rope);
 }
 
