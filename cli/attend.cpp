@@ -154,7 +154,7 @@ void run(const Options& options) {
   const bool npy = options.output.ends_with(".npy");
   require(!npy || (!options.dump && !options.lse), Status::invalid_argument,
           "--output: a .npy file holds one array; --dump and --lse need .safetensors");
-  const Context context(options.machine.threads, options.machine.instruction_set);
+  const Context context = options.machine.context();
   auto progress = std::make_unique<Progress>("attend", options.quality > 0 ? 4 : 3);
   io::SafeTensors file;
   Qkv qkv = read_input(options, file);

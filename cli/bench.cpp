@@ -15,7 +15,7 @@ namespace scope::cli {
 namespace {
 
 struct Options {
-  std::string grid, rope = "44,42,42", dtype = "f32", density = "0.2", json, commit;
+  std::string grid, rope = "44,42,42", dtype, density = "0.2", json, commit;
   int64_t heads = 2, quality = 0;
   int repeat = 5;
   uint64_t seed = 1;
@@ -91,6 +91,7 @@ nlohmann::ordered_json run_case(const Case& c, const Options& options, const Con
                       static_cast<int64_t>(variants.size()) * (options.repeat + 1));
     for (Variant& variant : variants) {
       variant.runner = std::make_unique<Runner>(context, variant.settings, shape);
+      variant.runner->fetch = options.quality > 0;
       if (options.quality > 0 && !variant.settings.dense) variant.runner->want_selection();
       if (variant.warm) {
         variant.runner->init_state();
@@ -149,6 +150,7 @@ nlohmann::ordered_json run_case(const Case& c, const Options& options, const Con
     row["groups"] = variant.runner->plan().groups;
     row["codes"] = variant.runner->plan().codes;
     row["arithmetic"] = variant.runner->stats.arithmetic;
+    row["kernel"] = variant.runner->stats.kernel;
     const auto ms = [&](double CallStats::*field) { return 1e3 * median(variant.runs, field); };
     fmt::print("  {:<22} {:>8.4f} {:>9.1f} {:>8.2f}x {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>9.1f}{}\n",
                variant.name, density, 1e3 * total, dense / total, ms(&CallStats::group), ms(&CallStats::encode),
@@ -183,10 +185,11 @@ std::vector<Case> cases(const Options& options) {
   return list;
 }
 
-void run(const Options& options) {
+void run(Options options) {
   require(options.repeat >= 1 && options.repeat <= 1000, Status::invalid_argument, "--repeat: got {}, expected 1..1000",
           options.repeat);
-  const Context context(options.machine.threads, options.machine.instruction_set);
+  const Context context = options.machine.context();
+  if (options.dtype.empty()) options.dtype = context.device() == nullptr ? "f32" : "bf16";
   nlohmann::ordered_json json{{"machine", machine_json(context)},
                               {"commit", options.commit},
                               {"version", SCOPE_VERSION},
@@ -209,9 +212,8 @@ void add_bench(CLI::App& app) {
   command->add_option("--grid", options->grid, "tokens along T, H and W (default 16x32x32)");
   command->add_option("--rope", options->rope, "channels along T, H and W")->capture_default_str();
   command->add_option("--heads", options->heads, "heads")->check(CLI::PositiveNumber)->capture_default_str();
-  command->add_option("--dtype", options->dtype, "f32, f16 or bf16")
-      ->check(CLI::IsMember({"f32", "f16", "bf16"}))
-      ->capture_default_str();
+  command->add_option("--dtype", options->dtype, "f32, f16 or bf16 (default: f32 on the CPU, bf16 on a GPU)")
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}));
   command->add_option("--density", options->density, "one or more, separated by commas")->capture_default_str();
   command->add_option("--repeat", options->repeat, "runs of each variant")->capture_default_str();
   command->add_option("--seed", options->seed, "of the data")->capture_default_str();

@@ -12,6 +12,7 @@
 #include <fstream>
 
 #include "core/numeric.h"
+#include "cuda/device.h"
 #include "methods/methods.h"
 #include "methods/models.h"
 
@@ -123,8 +124,12 @@ Partition parse_subspaces(const std::string& text) {
   return partition;
 }
 
-Runner::Runner(const Context& context, const Settings& settings, const Shape& shape)
-    : plan_(context, settings, shape), workspace_(new std::byte[static_cast<size_t>(plan_.workspace_bytes)]) {
+Runner::Runner(const Context& context, const Settings& settings, const Shape& shape) : plan_(context, settings, shape) {
+  if (context.device() != nullptr) {
+    gpu_.workspace = cuda::make_memory(plan_.workspace_bytes);
+  } else {
+    workspace_.reset(new std::byte[static_cast<size_t>(plan_.workspace_bytes)]);
+  }
   const int64_t heads = shape.batch * shape.heads;
   out.resize(static_cast<size_t>(heads * shape.q_tokens * shape.dim * dtype_bytes(shape.dtype)));
   head_stats.resize(static_cast<size_t>(heads));
@@ -145,8 +150,16 @@ void Runner::want_selection() {
 }
 
 void Runner::init_state() {
+  gpu_.warm = false;
   state_.assign(static_cast<size_t>(plan_.state_bytes), std::byte{0});
-  if (plan_.state_bytes > 0) scope::init_state(plan_, state_.data());
+  if (plan_.state_bytes == 0) return;
+  if (plan_.exec.device == nullptr) {
+    scope::init_state(plan_, state_.data());
+    return;
+  }
+  gpu_.state = cuda::make_memory(plan_.state_bytes);
+  scope::init_state(plan_, gpu_.state.get());
+  cuda::download(gpu_.state.get(), state_.data(), plan_.state_bytes);
 }
 
 void Runner::run(CallArgs args) {
@@ -168,7 +181,70 @@ void Runner::run(CallArgs args) {
   }
   args.stats = &stats;
   args.head_stats = head_stats.data();
+  if (plan_.exec.device != nullptr) {
+    run_on_gpu(args);
+  } else {
+    call(plan_, args);
+  }
+}
+
+void Runner::run_on_gpu(CallArgs args) {
+  const Shape& shape = plan_.shape;
+  const int64_t heads = shape.batch * shape.heads, each = dtype_bytes(shape.dtype);
+  const bool fresh = gpu_.uploaded != args.q.data;
+  const auto input = [&](cuda::Memory& memory, TensorView& x) {
+    const int64_t bytes = heads * x.tokens * x.dim * each;
+    if (fresh) {
+      memory = cuda::make_memory(bytes);
+      cuda::upload(x.data, memory.get(), bytes);
+    }
+    x.data = memory.get();
+  };
+  const void* source = args.q.data;
+  input(gpu_.q, args.q);
+  input(gpu_.k, args.k);
+  input(gpu_.v, args.v);
+  gpu_.uploaded = source;
+  // Device memory for a host array, and a copy of the result into it at the end.
+  std::vector<std::function<void()>> fetches;
+  const auto output = [&](cuda::Memory& memory, auto*& pointer, int64_t bytes) {
+    if (pointer == nullptr || bytes == 0) return;
+    if (memory == nullptr) memory = cuda::make_memory(bytes);
+    fetches.push_back([from = memory.get(), to = pointer, bytes] { cuda::download(from, to, bytes); });
+    pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(memory.get());
+  };
+  output(gpu_.out, args.out.data, static_cast<int64_t>(out.size()));
+  output(gpu_.lse, args.lse, heads * shape.q_tokens * 4);
+  SelectionOut& s = args.selection;
+  const auto bytes = [](const auto& x) { return static_cast<int64_t>(x.size() * sizeof(x[0])); };
+  output(gpu_.labels, s.labels, bytes(labels));
+  output(gpu_.sizes, s.sizes, bytes(sizes));
+  output(gpu_.counts, s.counts, bytes(counts));
+  output(gpu_.mask, s.mask, bytes(mask));
+  output(gpu_.keep, s.keep, bytes(keep));
+  output(gpu_.centroids, s.centroids, bytes(centroids));
+  output(gpu_.codebooks, s.codebooks, bytes(codebooks));
+  output(gpu_.codes, s.codes, bytes(codes));
+  if (args.state != nullptr) {
+    if (!gpu_.warm) {  // a state may have come from a file
+      cuda::upload(state_.data(), gpu_.state.get(), plan_.state_bytes);
+      StateSlot slot{};
+      std::memcpy(&slot, StateView(plan_, state_.data(), 0).slot, sizeof slot);
+      gpu_.warm = slot.groups > 0;
+    }
+    args.start = gpu_.warm ? Start::warm : Start::first;
+    fetches.push_back([this] { cuda::download(gpu_.state.get(), state_.data(), plan_.state_bytes); });
+    args.state = gpu_.state.get();
+  }
+  args.workspace = gpu_.workspace.get();
+  HeadStats* reported = args.head_stats;
+  args.head_stats = nullptr;
   call(plan_, args);
+  args.head_stats = reported;
+  read_stats(plan_, args);
+  gpu_.warm = gpu_.warm || stats.iterations > 0;
+  if (!fetch) return;
+  for (const auto& take : fetches) take();
 }
 
 Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bool dense, int64_t samples) {
@@ -213,7 +289,8 @@ nlohmann::ordered_json stats_json(const Runner& runner) {
                               {"warm", s.warm},
                               {"iterations", s.iterations},
                               {"arithmetic", s.arithmetic},
-                              {"instruction_set", s.instruction_set},
+                              {"kernel", s.kernel},
+                              {"instruction_set", plan.context.instruction_set()},
                               {"threads", plan.context.threads()},
                               {"density", s.density},
                               {"total_density", s.total_density},
@@ -264,10 +341,12 @@ nlohmann::ordered_json machine_json(const Context& context) {
   }
   utsname system{};
   uname(&system);
-  return {{"cpu", cpu},
-          {"system", fmt::format("{} {}", system.sysname, system.machine)},
-          {"threads", context.threads()},
-          {"instruction_set", context.instruction_set()}};
+  nlohmann::ordered_json json{{"cpu", cpu},
+                              {"system", fmt::format("{} {}", system.sysname, system.machine)},
+                              {"threads", context.threads()},
+                              {"instruction_set", context.instruction_set()}};
+  if (context.device() != nullptr) json["gpu"] = context.device()->name;
+  return json;
 }
 
 void write_json(const std::string& path, const nlohmann::ordered_json& json) {
@@ -295,7 +374,13 @@ Settings MethodFlags::settings() const {
 
 void MachineFlags::add(CLI::App& app) {
   app.add_option("--threads", threads, "CPU threads; 0 = one per core")->capture_default_str();
+  app.add_option("--backend", backend, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}))->capture_default_str();
+  app.add_option("--device", device, "which GPU, with --backend cuda")->capture_default_str();
   app.add_option("--instruction-set", instruction_set, "auto, avx512, avx2 or portable")->capture_default_str();
+}
+
+Context MachineFlags::context() const {
+  return backend == "cuda" ? Context::on_gpu(device, threads) : Context(threads, instruction_set);
 }
 
 double now_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }

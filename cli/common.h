@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/memory.h"
 #include "io/file.h"
 #include "measure/recall.h"
 #include "measure/synthetic.h"
@@ -43,9 +44,12 @@ class Runner {
   const Plan& plan() const { return plan_; }
   // Buffers for the selection, filled by every run from now on.
   void want_selection();
+  // Inputs are host memory on every backend. On a GPU q, k and v are uploaded when their address changes, and results come
+  // back unless `fetch` is off.
   void run(CallArgs args);
   void init_state();
   std::vector<std::byte>& state() { return state_; }
+  bool fetch = true;
 
   std::vector<std::byte> out;  // [batch, heads, q_tokens, dim]
   std::vector<int32_t> labels, sizes, counts, codes;
@@ -55,9 +59,16 @@ class Runner {
   std::vector<HeadStats> head_stats;
 
  private:
+  void run_on_gpu(CallArgs args);
+
   Plan plan_;
   std::unique_ptr<std::byte[]> workspace_;
   std::vector<std::byte> state_;
+  struct Gpu {
+    cuda::Memory workspace, q, k, v, out, lse, state, labels, sizes, counts, mask, keep, centroids, codebooks, codes;
+    const void* uploaded = nullptr;
+    bool warm = false;  // the state in device memory is current and filled
+  } gpu_;
 };
 
 // Quality of the last run, averaged over heads.
@@ -77,8 +88,10 @@ struct MethodFlags {
 };
 struct MachineFlags {
   int threads = 0;
-  std::string instruction_set = "auto";
+  std::string instruction_set = "auto", backend = "cpu";
+  int device = 0;
   void add(CLI::App& app);
+  Context context() const;
 };
 
 // A line on stderr that is redrawn in place, only when stderr is a terminal.

@@ -25,7 +25,7 @@ struct Row {
 void run(const Options& options) {
   const auto grid = parse_list("--grid", options.grid, 'x');
   require(grid.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW", options.grid);
-  const Context context(options.machine.threads, options.machine.instruction_set);
+  const Context context = options.machine.context();
   const SyntheticSpec spec{{grid[0], grid[1], grid[2]}, {44, 42, 42}, options.heads, 1};
   const std::vector<Row> rows{
       {"dense", "dense", {}},
@@ -35,7 +35,7 @@ void run(const Options& options) {
       {"+ first-order tail", "scope-exact", {{"rule", "target"}, {"density", "0.1"}, {"tail", "first_order"}}},
       {"scope, rule=online", "scope", {}}};
   auto progress = std::make_unique<Progress>("scope demo", static_cast<int64_t>(3 * rows.size() + 1));
-  const Qkv qkv = synthetic_qkv(spec, "f32", *context.exec().pool);
+  const Qkv qkv = synthetic_qkv(spec, context.device() == nullptr ? "f32" : "bf16", *context.exec().pool);
   progress->step("data");
   CallArgs args;
   args.q = qkv.view(qkv.q, qkv.q_tokens);

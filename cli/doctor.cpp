@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "common.h"
+#include "core/numeric.h"
 #include "cpu/kernels.h"
 #include "cuda/device.h"
 #include "measure/synthetic.h"
@@ -17,7 +18,8 @@ namespace {
 // A sparse call that keeps every key must equal dense attention, and a selective one must keep what it was asked to.
 void self_test(const Context& context) {
   const SyntheticSpec spec{{4, 12, 16}, {44, 42, 42}, 2, 7};
-  const Qkv qkv = synthetic_qkv(spec, "f32", *context.exec().pool);
+  const bool gpu = context.device() != nullptr;
+  const Qkv qkv = synthetic_qkv(spec, gpu ? "bf16" : "f32", *context.exec().pool);
   CallArgs args;
   args.q = qkv.view(qkv.q, qkv.q_tokens);
   args.k = qkv.view(qkv.k, qkv.k_tokens);
@@ -41,23 +43,30 @@ void self_test(const Context& context) {
   const auto dense = attend("dense", {}), whole = attend("scope", {{"rho", "1"}});
   const auto sparse = attend("scope", {{"rule", "target"}, {"density", "0.2"}});
   double largest = 0;
-  for (size_t i = 0; i < dense->out.size(); i += 4) {
-    float a = 0, b = 0;
-    std::memcpy(&a, &dense->out[i], 4);
-    std::memcpy(&b, &whole->out[i], 4);
-    largest = std::max(largest, std::abs(static_cast<double>(a) - static_cast<double>(b)));
+  const auto value = [&](const Runner& runner, size_t i) -> double {
+    if (gpu) {
+      uint16_t bits = 0;
+      std::memcpy(&bits, &runner.out[2 * i], 2);
+      return bf16_to_f32(bits);
+    }
+    float x = 0;
+    std::memcpy(&x, &runner.out[4 * i], 4);
+    return x;
+  };
+  for (size_t i = 0; i < dense->out.size() / (gpu ? 2 : 4); ++i) {
+    largest = std::max(largest, std::abs(value(*dense, i) - value(*whole, i)));
   }
   const Quality quality = measure(context, qkv, *sparse, false, 64);
-  require(largest < 1e-4, Status::internal, "self-test: rho = 1 differs from dense by {}", largest);
+  require(largest < (gpu ? 0.05 : 1e-4), Status::internal, "self-test: rho = 1 differs from dense by {}", largest);
   require(std::abs(sparse->stats.density - 0.2) < 0.01, Status::internal, "self-test: asked for density 0.2, got {}",
           sparse->stats.density);
   require(quality.mass_recall > 0.5, Status::internal, "self-test: mass recall {} at density 0.2", quality.mass_recall);
-  fmt::print("self-test         passed: rho = 1 equals dense within {:.1e}; density {:.3f} keeps {:.3f} of the mass\n",
-             largest, sparse->stats.density, quality.mass_recall);
+  fmt::print("self-test         {} passed: rho = 1 equals dense within {:.1e}; density {:.3f} keeps {:.3f} of the mass\n",
+             context.backend().name, largest, sparse->stats.density, quality.mass_recall);
 }
 
 void run(const MachineFlags& machine) {
-  const Context context(machine.threads, machine.instruction_set);
+  const Context context(machine.threads, machine.instruction_set);  // GPUs are tested beside it, whatever --backend says
   const auto info = machine_json(context);
   fmt::print("scope             {}\n", SCOPE_VERSION);
   fmt::print("machine           {}, {}\n", info["cpu"].get<std::string>(), info["system"].get<std::string>());
@@ -71,11 +80,18 @@ void run(const MachineFlags& machine) {
     fmt::print("backend cuda      not in this build\n");
   } else {
     const auto devices = cuda::devices();
-    if (devices.empty())
-      fmt::print("backend cuda      no GPU or no driver; its stages are not built yet, calls run on the CPU\n");
+    if (devices.empty()) fmt::print("backend cuda      built, but there is no GPU or no driver: calls run on the CPU\n");
     for (const auto& device : devices) {
-      fmt::print("GPU               {}, sm_{}{}, {:.0f} GiB (listed only: the CUDA stages are not built yet)\n", device.name,
-                 device.major, device.minor, static_cast<double>(device.memory_bytes) / (1 << 30));
+      fmt::print("GPU {}             {}, sm_{}{}, {} multiprocessors, {:.0f} GiB; attend kernel: {}\n", device.index,
+                 device.name, device.major, device.minor, device.multiprocessors,
+                 static_cast<double>(device.memory_bytes) / (1 << 30),
+                 device.major == 9   ? "wgmma"
+                 : device.major >= 8 ? "portable"
+                                     : "none (sm_80 or later is needed)");
+    }
+    if (!devices.empty()) fmt::print("backend cuda      f16, bf16; head dimensions that are multiples of 8 up to 128\n");
+    for (const auto& device : devices) {
+      if (device.major >= 8) self_test(Context::on_gpu(device.index, machine.threads));
     }
   }
   self_test(context);

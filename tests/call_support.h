@@ -5,6 +5,8 @@
 
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -164,6 +166,54 @@ std::vector<double> exact_row(const Inputs& in, int64_t b, int64_t h, int64_t i,
   }
   for (double& x : out) x /= total;
   return out;
+}
+
+inline Status status_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.status();
+  }
+  return Status::ok;
+}
+
+inline void expect_rows(const Inputs& in, const Result& result, int64_t b, int64_t h, int64_t i,
+                        const std::vector<double>& exact, double tolerance = 2e-5) {
+  for (int64_t c = 0; c < in.dim; ++c) {
+    const float got = result.out[static_cast<size_t>(((b * in.heads + h) * in.q_tokens + i) * in.dim + c)];
+    ASSERT_NEAR(got, exact[static_cast<size_t>(c)], tolerance)
+        << "sample " << b << " head " << h << " query " << i << " channel " << c;
+  }
+}
+
+// Every output row must be the exact attention over what its selection row says.
+inline void expect_consistent(const Inputs& in, const Plan& plan, const Result& result, const Extra& extra,
+                              double tolerance = 2e-5) {
+  const int64_t words = mask_words(in.k_tokens), groups = plan.selection_groups;
+  for (int64_t b = 0; b < in.batch; ++b) {
+    const int64_t valid_q = extra.q_lengths.empty() ? in.q_tokens : extra.q_lengths[static_cast<size_t>(b)];
+    for (int64_t h = 0; h < in.heads; ++h) {
+      const int64_t head = b * in.heads + h;
+      const uint32_t* mask = result.mask.data() + head * groups * words;
+      std::vector<int32_t> sizes(static_cast<size_t>(groups), 0);
+      for (int64_t i = 0; i < in.q_tokens; ++i) {
+        const int32_t label = result.labels[static_cast<size_t>(head * in.q_tokens + i)];
+        ASSERT_EQ(label >= 0, i < valid_q);
+        const auto sees = [&](int64_t j) {
+          return label >= 0 && (mask_bit(mask + label * words, j) || mask_bit(result.keep.data() + b * words, j));
+        };
+        expect_rows(in, result, b, h, i, exact_row(in, b, h, i, sees), tolerance);
+        if (label >= 0) ++sizes[static_cast<size_t>(label)];
+      }
+      for (int64_t c = 0; c < groups; ++c) {
+        const size_t at = static_cast<size_t>(head * groups + c);
+        ASSERT_EQ(result.sizes[at], sizes[static_cast<size_t>(c)]);
+        int64_t bits = 0;
+        for (int64_t j = 0; j < in.k_tokens; ++j) bits += mask_bit(mask + c * words, j) ? 1 : 0;
+        ASSERT_EQ(result.counts[at], bits);
+      }
+    }
+  }
 }
 
 }  // namespace scope::test

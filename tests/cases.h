@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "backends.h"
 #include "core/numeric.h"
 #include "core/parallel.h"
 #include "core/random.h"
@@ -105,14 +106,17 @@ class Rows {
         memory_(static_cast<size_t>((tokens * (dim + padding) + misalign) * dtype_bytes(dtype)), std::byte{0xff}) {
     view_.data = memory_.data() + misalign * dtype_bytes(dtype);
   }
-  // Normal values in a random layout.
+  // Normal values, in a random layout unless `padding` is given.
   Rows(Random& random, DType dtype, int64_t tokens, int64_t dim, double deviation)
-      : Rows(dtype, tokens, dim, random.pick<int64_t>({0, 0, 1, 5, 16, dim}), random.pick<int64_t>({0, 0, 1, 3, 7})) {
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int64_t c = 0; c < dim; ++c) set(t, c, deviation * random.normal());
-    }
+      : Rows(dtype, tokens, dim, random_padding(random, dim), random.pick(limits().alignments)) {
+    fill(random, deviation);
+  }
+  Rows(Random& random, DType dtype, int64_t tokens, int64_t dim, double deviation, int64_t padding)
+      : Rows(dtype, tokens, dim, padding) {
+    fill(random, deviation);
   }
   Rows(Rows&&) = default;  // the view points into heap memory, which a move keeps
+  Rows& operator=(Rows&&) = default;
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
@@ -127,6 +131,15 @@ class Rows {
   void copy_row(int64_t to, int64_t from) { copy_row(to, view_, from); }
 
  private:
+  void fill(Random& random, double deviation) {
+    for (int64_t t = 0; t < view_.tokens; ++t) {
+      for (int64_t c = 0; c < view_.dim; ++c) set(t, c, deviation * random.normal());
+    }
+  }
+  static int64_t random_padding(Random& random, int64_t dim) {
+    const int64_t padding = random.pick(limits().paddings);
+    return padding < 0 ? dim : padding;
+  }
   RowsView view_;
   std::vector<std::byte> memory_;
 };
@@ -171,10 +184,11 @@ inline std::vector<int32_t> subset(Random& random, int64_t tokens, int64_t count
   return rows;
 }
 
-// One way to run the CPU backend: an instruction set, with or without bf16 dot products.
+// One way to run a backend: an instruction set, with or without bf16 dot products; or a device's kernels.
 struct Machine {
   std::string name;
-  Exec exec;  // without a pool
+  Exec exec;                    // without a pool
+  std::vector<Exec> more = {};  // the same on other streams
   Exec with(ThreadPool& pool) const {
     Exec result = exec;
     result.pool = &pool;
@@ -185,6 +199,10 @@ struct Machine {
 inline const std::vector<Machine>& machines() {
   static const std::vector<Machine> all = [] {
     std::vector<Machine> result;
+    if (testing_cuda()) {
+      for (const auto& [name, streams] : device_machines()) result.push_back({name, streams[0], streams});
+      return result;
+    }
     for (const auto& set : cpu::instruction_sets())
       result.push_back({set.name, {nullptr, set.kernels, set.attend, nullptr}});
     Exec best = result.front().exec;
@@ -230,6 +248,17 @@ class Tally {
   std::map<std::string, std::map<std::string, int64_t>> counts_;
 };
 
+// A machine without a GPU has nothing to test on one.
+class SkipWithoutMachine : public testing::EmptyTestEventListener {
+  void OnTestStart(const testing::TestInfo&) override {
+    if (machines().empty()) GTEST_SKIP() << "no GPU";
+  }
+};
+inline const bool skips_without_machine = [] {
+  testing::UnitTest::GetInstance()->listeners().Append(new SkipWithoutMachine);
+  return true;
+}();
+
 // Scaled by SCOPE_CASES, so that slow builds can run fewer.
 inline int64_t scaled(int64_t cases) {
   const char* text = std::getenv("SCOPE_CASES");
@@ -246,22 +275,18 @@ struct Case {
   uint8_t poison;
 };
 
-// Sizes around every tile: strips of 6, panels of 16 and 64, query tiles of 252, key blocks of 256.
-inline const std::vector<int64_t>& small_sizes() {
-  static const std::vector<int64_t> sizes = {1, 2, 5, 6, 7, 15, 16, 17, 63, 64, 65, 97, 251, 252, 253, 255, 256, 257};
-  return sizes;
-}
-
-// Runs body on `cases` seeded cases; every 25th has 1,025 tokens or more. Stops at the first that fails, naming it.
+// Runs body on `cases` seeded cases; some have 1,025 tokens or more. Stops at the first that fails, naming it.
 template <class Body>
 void each_case(const char* stage, int64_t cases, const Body& body) {
   static Tally tally;
   const auto& all = machines();
-  for (int64_t i = 0; i < scaled(cases); ++i) {
+  const int64_t share = std::llround(limits().case_share * static_cast<double>(cases));
+  for (int64_t i = 0; i < scaled(share); ++i) {
     Random random(static_cast<uint64_t>(i) + 1);
-    const auto dtype = random.pick<DType>({DType::f32, DType::f16, DType::bf16});
-    const int64_t tokens = i % 25 == 24 ? random.pick<int64_t>({1025, 1025, 1025, 4097}) : random.pick(small_sizes());
-    const auto dim = random.pick<int64_t>({8, 40, 64, 80, 96, 128, 256});
+    const auto dtype = random.pick(limits().dtypes);
+    const bool is_long = i % limits().long_every == limits().long_every - 1;
+    const int64_t tokens = is_long ? random.pick<int64_t>({1025, 1025, 1025, 4097}) : random.pick(limits().sizes);
+    const auto dim = random.pick(limits().dims);
     const Machine& machine = all[static_cast<size_t>(i) % all.size()];
     Case the_case{i,
                   random,
@@ -279,7 +304,10 @@ void each_case(const char* stage, int64_t cases, const Body& body) {
   }
 }
 
-// Runs body once on every instruction set.
+// More than a CUDA grid has in y or z; blocks of up to 128 tokens.
+inline constexpr int64_t kManyGroups = 66'000, kManyTokens = kManyGroups * 128 + 7;
+
+// Runs body once on every machine.
 template <class Body>
 void each_machine(const Body& body, int threads = 2) {
   for (const Machine& machine : machines()) {
@@ -288,15 +316,44 @@ void each_machine(const Body& body, int threads = 2) {
   }
 }
 
-// Runs body (Exec -> bytes) for several thread counts and 100 times; every result must have the same bits.
+// Runs body (Exec -> bytes) for several thread counts, on every stream, and many times; every result must have the same
+// bits.
 template <class Body>
 void expect_repeatable(const Body& body) {
   for (const Machine& machine : machines()) {
     SCOPED_TRACE(machine.name);
     const std::vector<uint8_t> first = body(machine.with(pool(1)));
     for (const int threads : {2, 3, 5}) EXPECT_TRUE(body(machine.with(pool(threads))) == first) << threads << " threads";
-    for (int64_t run = 0; run < scaled(100); ++run) ASSERT_TRUE(body(machine.with(pool(3))) == first) << "run " << run;
+    std::vector<Exec> execs = machine.more;
+    if (execs.empty()) execs = {machine.with(pool(3))};
+    for (int64_t run = 0; run < scaled(limits().runs); ++run) {
+      ASSERT_TRUE(body(execs[static_cast<size_t>(run) % execs.size()]) == first) << "run " << run;
+    }
   }
+}
+
+// Runs the heads as one chunk, on a device also with their rows more than 2^31 elements apart, and each alone: the same
+// bits. Output(exec, problem) has the arguments of one call and the memory for its results.
+template <class Output, class Args, class Run>
+void expect_chunk_equals_heads(const std::vector<Args>& problems, const Run& run) {
+  each_machine([&](const Exec& exec) {
+    for (const int64_t gap : {kHeadGap, (int64_t{1} << 30) + 8}) {
+      if (gap != kHeadGap && exec.device == nullptr) continue;
+      SCOPED_TRACE(fmt::format("heads {} elements apart", gap));
+      std::vector<std::unique_ptr<Output>> chunk;
+      std::vector<Args> heads;
+      for (const Args& problem : problems) {
+        chunk.push_back(std::make_unique<Output>(exec, problem));
+        heads.push_back(chunk.back()->args);
+      }
+      run(exec, heads, gap);
+      for (size_t h = 0; h < problems.size(); ++h) {
+        Output alone(exec, problems[h]);
+        run(exec, {&alone.args, 1}, kHeadGap);
+        EXPECT_TRUE(alone.all() == chunk[h]->all()) << "head " << h;
+      }
+    }
+  });
 }
 
 template <class... T>

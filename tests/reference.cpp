@@ -30,9 +30,9 @@ Keys keys_of_group(const AttendArgs& args, int64_t group, const Matrix& k, const
     keys.v.push_back(from_v.row(j));
     keys.bias.push_back(bias);
   };
-  const uint32_t* mask = args.mask + group * mask_words(args.k.tokens);
+  const uint32_t* mask = args.mask == nullptr ? nullptr : args.mask + group * mask_words(args.k.tokens);
   for (int64_t j = 0; j < args.k.tokens; ++j) {
-    if (mask_bit(mask, j) || (args.keep != nullptr && mask_bit(args.keep, j))) add(k, v, j, 0.0);
+    if (mask == nullptr || mask_bit(mask, j) || (args.keep != nullptr && mask_bit(args.keep, j))) add(k, v, j, 0.0);
   }
   for (int64_t e = 0; e < args.extra.count; ++e) {
     if (mask_bit(args.extra.mask + group * mask_words(args.extra.count), e)) {
@@ -52,9 +52,11 @@ void each_query(const AttendArgs& args, DType extra_dtype, const Body& body) {
   for (double& x : extra_k.data) x = rounded(x, extra_dtype);
   for (double& x : extra_v.data) x = rounded(x, extra_dtype);
   for (int64_t c = 0; c < args.groups; ++c) {
-    if (args.offsets[c] == args.offsets[c + 1]) continue;
+    const int64_t begin = args.offsets == nullptr ? 0 : args.offsets[c];
+    const int64_t end = args.offsets == nullptr ? args.q.tokens : args.offsets[c + 1];
+    if (begin == end) continue;
     const Keys keys = keys_of_group(args, c, k, v, extra_k, extra_v);
-    for (int64_t i = args.offsets[c]; i < args.offsets[c + 1]; ++i) body(args.order[i], keys);
+    for (int64_t i = begin; i < end; ++i) body(args.order == nullptr ? i : args.order[i], keys);
   }
 }
 
@@ -110,6 +112,23 @@ int32_t nearest(const double* x, const Matrix& centroids) {
     if (d < best_distance) best_distance = d, best = static_cast<int32_t>(c);
   }
   return best;
+}
+
+RoundedCentroids::RoundedCentroids(const Matrix& centroids, double roundoff) {
+  std::vector<double> mean(static_cast<size_t>(centroids.columns));
+  for (int64_t c = 0; c < centroids.rows; ++c) {
+    for (int64_t k = 0; k < centroids.columns; ++k) {
+      mean[static_cast<size_t>(k)] += centroids.row(c)[k] / static_cast<double>(centroids.rows);
+    }
+  }
+  for (int64_t c = 0; c < centroids.rows; ++c) {
+    moved_.push_back(roundoff * std::sqrt(distance(centroids.row(c), mean.data(), centroids.columns)));
+  }
+}
+
+double RoundedCentroids::most(double best_distance, int32_t best, int32_t chosen) const {
+  const double reach = std::sqrt(best_distance) + moved_[static_cast<size_t>(best)] + moved_[static_cast<size_t>(chosen)];
+  return reach * reach;
 }
 
 void update(const Matrix& points, const std::vector<int32_t>& labels, Matrix& centroids) {

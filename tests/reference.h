@@ -37,6 +37,16 @@ Matrix start_rows(const Matrix& points, int64_t clusters, const RandomStream& ra
 double distance(const double* x, const double* c, int64_t depth);
 // The nearest centroid, ties to the lowest index.
 int32_t nearest(const double* x, const Matrix& centroids);
+// The most that |x - c|^2 of a chosen centroid may be where assignments see centroids rounded to `roundoff` once their mean
+// is subtracted: then c is at most that far from the nearest, plus what both have moved. `best` and `chosen` are indices.
+class RoundedCentroids {
+ public:
+  RoundedCentroids(const Matrix& centroids, double roundoff);
+  double most(double best_distance, int32_t best, int32_t chosen) const;
+
+ private:
+  std::vector<double> moved_;  // [centroids]
+};
 // Means of the members; an empty cluster keeps its centroid.
 void update(const Matrix& points, const std::vector<int32_t>& labels, Matrix& centroids);
 struct Clusters {

@@ -6,24 +6,35 @@
 namespace scope::test {
 namespace {
 
-struct Result {
+// Outputs and scratch between canaries, poisoned before the call.
+struct Output {
   Guarded<float> codebooks;
   Guarded<int32_t> labels;
   Guarded<int64_t> empty;
+  GuardedScratch scratch;
+  EncodeArgs args;
 
-  Result(const Exec& exec, const EncodeArgs& problem, const std::vector<float>& start = {}, uint8_t poison = 0xff)
+  // `start`: codebooks of a warm start; empty: from random rows.
+  Output(const Exec& exec, const EncodeArgs& problem, const std::vector<float>& start = {}, uint8_t poison = 0xff)
       : codebooks(problem.codes * problem.k.dim, poison),
         labels(static_cast<int64_t>(problem.partition->size()) * problem.count, poison),
-        empty(static_cast<int64_t>(problem.partition->size()), poison) {
-    EncodeArgs args = problem;
-    GuardedScratch scratch(cpu::encode_scratch(exec, args.count, args.k.dim, args.codes), poison);
+        empty(static_cast<int64_t>(problem.partition->size()), poison),
+        scratch(backend(exec).encode_scratch(exec, problem.count, problem.k.dim, problem.codes), poison),
+        args(problem) {
     args.warm = !start.empty();
     std::copy(start.begin(), start.end(), codebooks.data());
     args.codebooks = codebooks.data();
     args.labels = labels.data();
     args.empty = empty.data();
     args.scratch = scratch_of(scratch);
-    cpu::encode(exec, args);
+  }
+  std::vector<uint8_t> all() const { return joined_bytes(codebooks, labels, empty); }
+};
+
+struct Result : Output {
+  Result(const Exec& exec, const EncodeArgs& problem, const std::vector<float>& start = {}, uint8_t poison = 0xff)
+      : Output(exec, problem, start, poison) {
+    run_encode(exec, {&args, 1});
   }
 };
 
@@ -76,20 +87,24 @@ TEST(Encode, Differential) {
       SCOPED_TRACE(fmt::format("subspace {}", m));
       const int64_t depth = points[m].columns;
       reference::Matrix codebook(before.data() + place, args.codes, depth);
+      const reference::RoundedCentroids rounded(codebook, limits().centroid_rounding(at.dtype));
       const int32_t* codes = ours.labels.data() + static_cast<int64_t>(m) * count;
       std::vector<int64_t> members(static_cast<size_t>(args.codes));
       for (int64_t j = 0; j < count; ++j) {
         ASSERT_TRUE(codes[j] >= 0 && codes[j] < args.codes);
         ++members[static_cast<size_t>(codes[j])];
         const double* x = points[m].row(j);
-        const double best = reference::distance(x, codebook.row(reference::nearest(x, codebook)), depth);
-        ASSERT_LE(reference::distance(x, codebook.row(codes[j]), depth), best + 1e-5 * (1 + best)) << "key " << j;
+        const int32_t nearest = reference::nearest(x, codebook);
+        const double best = reference::distance(x, codebook.row(nearest), depth);
+        const double most = rounded.most(best, nearest, codes[j]);
+        ASSERT_LE(reference::distance(x, codebook.row(codes[j]), depth), most + 1e-5 * (1 + best))
+            << "key " << j << " got " << codes[j] << ", nearest " << nearest;
       }
       EXPECT_EQ(ours.empty[static_cast<int64_t>(m)], std::count(members.begin(), members.end(), 0));
       reference::update(points[m], {codes, codes + count}, codebook);
       for (int64_t i = 0; i < args.codes * depth; ++i) {
         const double want = codebook.data[static_cast<size_t>(i)];
-        ASSERT_NEAR(ours.codebooks[place + i], want, 4e-6 * std::max(1.0, std::abs(want)));
+        ASSERT_NEAR(ours.codebooks[place + i], want, limits().mean * std::max(1.0, std::abs(want)));
       }
       place += args.codes * depth;
     }
@@ -100,7 +115,7 @@ TEST(Encode, Differential) {
 TEST(Encode, ColumnsFollowTheSubsetsOrder) {
   each_machine([](const Exec& exec) {
     Random random(1);
-    Rows k(random, DType::f32, 100, 8, 1);
+    Rows k(random, limits().finest, 100, 8, 1);
     for (int64_t t = 0; t < 100; ++t) {  // integers: sums are exact in any order
       for (int64_t c = 0; c < 8; ++c) k.set(t, c, static_cast<double>(random.between(-9, 9)));
     }
@@ -158,10 +173,102 @@ TEST(Encode, BitwiseOverThreadsAndRuns) {
   args.codes = 30;
   args.iterations = 4;
   args.partition = &partition;
-  expect_repeatable([&](const Exec& exec) {
-    const Result ours(exec, args);
-    return joined_bytes(ours.codebooks, ours.labels, ours.empty);
+  expect_repeatable([&](const Exec& exec) { return Result(exec, args).all(); });
+}
+
+TEST(Encode, ChunkOfHeadsEqualsHeadsAlone) {
+  Random random(4);
+  std::vector<Rows> k;
+  const int64_t tokens = testing_cuda() ? 6000 : 600, dim = testing_cuda() ? 128 : 40;       // several blocks
+  for (int h = 0; h < 3; ++h) k.emplace_back(random, DType::bf16, tokens, dim, 1, 2 * dim);  // side by side
+  const Partition partition = random_partition(random, dim, 3);
+  const auto rows = subset(random, tokens, tokens - 30);
+  std::vector<EncodeArgs> heads;
+  for (const Rows& head : k) {
+    EncodeArgs& args = heads.emplace_back();
+    args.k = head.view();
+    args.rows = rows.data();
+    args.count = tokens - 30;
+    args.sample = tokens / 3;
+    args.codes = tokens / 20;
+    args.iterations = 4;
+    args.partition = &partition;
+  }
+  expect_chunk_equals_heads<Output>(heads, run_encode);
+}
+
+// More blocks of tokens than a grid has in y or z.
+TEST(Encode, MoreTokensThanAGridHasInYAndZ) {
+  if (!testing_cuda()) GTEST_SKIP() << "the CPU has no grid";
+  Rows k(DType::bf16, kManyTokens, 8);
+  for (int64_t t = 0; t < kManyTokens; ++t) {
+    for (int64_t c = 0; c < 8; ++c) k.set(t, c, c == t % 3 || c == 4 + t % 2 ? 8 : 0);
+  }
+  const Partition partition = {{0, 1, 2, 3}, {4, 5, 6, 7}};
+  const auto rows = all_rows(kManyTokens);
+  EncodeArgs args;
+  args.k = k.view();
+  args.rows = rows.data();
+  args.count = args.sample = kManyTokens;
+  args.codes = 3;
+  args.iterations = 1;
+  args.partition = &partition;
+  std::vector<float> start(24);
+  for (size_t c = 0; c < 3; ++c) start[4 * c + c] = start[12 + 4 * c + c] = 7;
+  const Result ours(machines().front().exec, args, start);
+  for (int64_t t = 0; t < kManyTokens; ++t) {
+    ASSERT_EQ(ours.labels[t], t % 3);
+    ASSERT_EQ(ours.labels[kManyTokens + t], t % 2);
+  }
+  EXPECT_EQ(ours.empty[1], 1);
+}
+
+TEST(Encode, StatusSaysThatARowIsNotFinite) {
+  if (!testing_cuda()) GTEST_SKIP() << "the CPU looks before it encodes";
+  each_machine([](const Exec& exec) {
+    for (const double bad : {1e4, std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+      for (const int64_t channel : {0, 17, 39}) {
+        Random random(7);
+        Rows k(random, DType::bf16, 200, 40, 1);
+        k.set(77, channel, bad);
+        const Partition partition = random_partition(random, 40, 5);
+        const auto rows = all_rows(200);
+        EncodeArgs args;
+        args.k = k.view();
+        args.rows = rows.data();
+        args.count = 200;
+        args.sample = 20;
+        args.codes = 7;
+        args.iterations = 3;
+        args.partition = &partition;
+        Guarded<uint32_t> status(1);
+        status[0] = 4;
+        args.status = status.data();
+        const Result ours(exec, args);
+        EXPECT_EQ(status[0], std::isfinite(bad) ? 4u : 5u) << bad;
+        for (int64_t i = 0; i < ours.labels.size(); ++i) ASSERT_TRUE(ours.labels[i] >= 0 && ours.labels[i] < 7);
+      }
+    }
   });
+}
+
+TEST(Encode, WorkspaceTooSmallIsRefused) {
+  const Exec exec = machines().front().with(pool(1));
+  Random random(5);
+  const Rows k(random, DType::bf16, 60, 40, 1);
+  const Partition partition = random_partition(random, 40, 3);
+  const auto rows = all_rows(60);
+  EncodeArgs args;
+  args.k = k.view();
+  args.rows = rows.data();
+  args.count = args.sample = 60;
+  args.codes = 7;
+  args.iterations = 1;
+  args.partition = &partition;
+  Output ours(exec, args);
+  GuardedScratch scratch(ours.scratch.size() / 2);  // the size is a bound for any partition
+  ours.args.scratch = scratch_of(scratch);
+  EXPECT_THROW(run_encode(exec, {&ours.args, 1}), Error);
 }
 
 }  // namespace

@@ -19,13 +19,15 @@ Partition dealt(Random& random, int64_t dim, int64_t subspaces) {
   return partition;
 }
 
+int64_t buffer_of(const Exec& exec, int64_t dim) { return exec.device != nullptr ? 0 : cpu::score_rows_buffer(exec, dim); }
+
 // All rows of the proxy, asked for in blocks of `height`; the space between rows keeps its poison.
 void expect_rows(const Exec& exec, const Proxy& proxy, int64_t height, double tolerance) {
   const int64_t stride = proxy.count + 3;
   for (int64_t first = 0; first < proxy.groups; first += height) {
     const int64_t n = std::min(height, proxy.groups - first);
-    Guarded<float> out(n * stride), buffer(cpu::score_rows_buffer(exec, proxy.k.dim));
-    cpu::score_rows(exec, proxy, first, n, out.data(), stride, buffer.data());
+    Guarded<float> out(n * stride), buffer(buffer_of(exec, proxy.k.dim));
+    run_score_rows(exec, proxy, first, n, out.data(), stride, buffer.data());
     for (int64_t i = 0; i < n; ++i) {
       const auto want = reference::score_row(proxy, first + i);
       for (int64_t j = 0; j < proxy.count; ++j) {
@@ -54,11 +56,11 @@ TEST(Score, Differential) {
     args.scale = 1 / std::sqrt(static_cast<float>(at.dim));
     Guarded<float> tables(groups * subspaces * codes, at.poison);
     args.tables = tables.data();
-    cpu::score(at.exec, args);
+    run_score(at.exec, {&args, 1});
     const auto want = reference::tables(args);
     for (int64_t i = 0; i < tables.size(); ++i) {
       const double x = want[static_cast<size_t>(i)];
-      ASSERT_NEAR(tables[i], x, 1e-7 + 1e-7 * std::abs(x)) << "table entry " << i;
+      ASSERT_NEAR(tables[i], x, limits().table * (1 + std::abs(x))) << "table entry " << i;
     }
 
     const auto rows = subset(random, at.tokens, count);
@@ -76,7 +78,7 @@ TEST(Score, Differential) {
       proxy.kind = ProxyKind::exact;
       const Rows k(random, at.dtype, at.tokens, at.dim, 1);
       proxy.k = k.view();
-      expect_rows(at.exec, proxy, height, 5e-6);
+      expect_rows(at.exec, proxy, height, limits().score);
     } else {
       proxy.subspaces = subspaces;
       proxy.codes = codes;
@@ -92,7 +94,7 @@ TEST(Score, ExactCodesEqualTheExactProxy) {
   each_machine([](const Exec& exec) {
     Random random(1);
     constexpr int64_t kKeys = 70, kDim = 40, kGroups = 5;
-    const Rows k(random, DType::f32, kKeys, kDim, 1);
+    const Rows k(random, limits().finest, kKeys, kDim, 1);
     const Partition partition = dealt(random, kDim, 3);
     const auto centroids = normals(random, kGroups * kDim);
     std::vector<float> codebooks;
@@ -104,24 +106,72 @@ TEST(Score, ExactCodesEqualTheExactProxy) {
       for (int32_t j = 0; j < kKeys; ++j) labels.push_back(j);
     }
     Guarded<float> tables(kGroups * 3 * kKeys);
-    cpu::score(exec, {centroids.data(), kGroups, kDim, &partition, codebooks.data(), kKeys, 0.25f, tables.data()});
+    const ScoreArgs args{centroids.data(), kGroups, kDim, &partition, codebooks.data(), kKeys, 0.25f, tables.data()};
+    run_score(exec, {&args, 1});
     const auto rows = all_rows(kKeys);
     Proxy codes{ProxyKind::codes, kGroups, kKeys, 0.25f,         centroids.data(), k.view(),
                 rows.data(),      3,       kKeys, tables.data(), labels.data()};
     Proxy exact = codes;
     exact.kind = ProxyKind::exact;
     expect_rows(exec, codes, kGroups, 2e-6);
-    expect_rows(exec, exact, kGroups, 5e-6);
+    expect_rows(exec, exact, kGroups, limits().score);
     for (int64_t c = 0; c < kGroups; ++c) {
       const auto a = reference::score_row(codes, c), b = reference::score_row(exact, c);
-      for (size_t j = 0; j < a.size(); ++j) ASSERT_NEAR(a[j], b[j], 1e-5);
+      for (size_t j = 0; j < a.size(); ++j) ASSERT_NEAR(a[j], b[j], std::max(1e-5, limits().table));
     }
+  });
+}
+
+TEST(Score, ChunkOfHeadsEqualsHeadsAlone) {
+  Random random(5);
+  struct Output {
+    Guarded<float> tables;
+    ScoreArgs args;
+    Output(const Exec&, const ScoreArgs& problem) : tables(problem.groups * 3 * problem.codes), args(problem) {
+      args.tables = tables.data();
+    }
+    std::vector<uint8_t> all() const { return tables.bytes(); }
+  };
+  const Partition partition = dealt(random, 40, 3);
+  std::vector<std::vector<float>> centroids, codebooks;
+  std::vector<ScoreArgs> heads;
+  for (int h = 0; h < 3; ++h) centroids.push_back(normals(random, 70 * 40)), codebooks.push_back(normals(random, 33 * 40));
+  for (size_t h = 0; h < 3; ++h) {
+    heads.push_back({centroids[h].data(), 70, 40, &partition, codebooks[h].data(), 33, 0.25f, nullptr});
+  }
+  expect_chunk_equals_heads<Output>(
+      heads, [](const Exec& exec, std::span<const ScoreArgs> chunk, int64_t) { run_score(exec, chunk); });
+}
+
+TEST(Score, MoreGroupsThanAGridHasInYAndZ) {
+  Random random(7);
+  const Partition partition = {{0, 2, 4, 6}, {1, 3, 5, 7}};
+  const auto centroids = normals(random, kManyGroups * 8), codebooks = normals(random, 3 * 8);
+  Guarded<float> tables(kManyGroups * 2 * 3);
+  const ScoreArgs args{centroids.data(), kManyGroups, 8, &partition, codebooks.data(), 3, 0.25f, tables.data()};
+  run_score(machines().front().with(pool(2)), {&args, 1});
+  const auto want = reference::tables(args);
+  for (int64_t i = 0; i < tables.size(); ++i) {
+    const double x = want[static_cast<size_t>(i)];
+    ASSERT_NEAR(tables[i], x, limits().table * (1 + std::abs(x))) << "table entry " << i;
+  }
+}
+
+TEST(Score, BitwiseOverThreadsAndRuns) {
+  Random random(6);
+  const Partition partition = dealt(random, 40, 3);
+  const auto centroids = normals(random, 70 * 40), codebooks = normals(random, 33 * 40);
+  expect_repeatable([&](const Exec& exec) {
+    Guarded<float> tables(70 * 3 * 33);
+    const ScoreArgs args{centroids.data(), 70, 40, &partition, codebooks.data(), 33, 0.25f, tables.data()};
+    run_score(exec, {&args, 1});
+    return tables.bytes();
   });
 }
 
 TEST(Score, NanInKeysOutsideTheRowsNeverLeaks) {
   each_machine([](const Exec& exec) {
-    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    for (const DType dtype : limits().dtypes) {
       Random random(2);
       Rows k(random, dtype, 200, 40, 1);
       const auto rows = subset(random, 200, 77);
@@ -132,7 +182,7 @@ TEST(Score, NanInKeysOutsideTheRowsNeverLeaks) {
       }
       const auto centroids = normals(random, 3 * 40);
       const Proxy proxy{ProxyKind::exact, 3, 77, 0.2f, centroids.data(), k.view(), rows.data(), 0, 0, nullptr, nullptr};
-      expect_rows(exec, proxy, 3, 5e-6);
+      expect_rows(exec, proxy, 3, limits().score);
     }
   });
 }
@@ -146,11 +196,11 @@ TEST(Score, RowsAreBitwiseTheSameInAnyBlock) {
     const auto centroids = normals(random, kScoreRows * 80);
     const Proxy proxy{ProxyKind::exact, kScoreRows, 150, 0.1f,    centroids.data(), k.view(),
                       rows.data(),      0,          0,   nullptr, nullptr};
-    Guarded<float> whole(kScoreRows * 150), buffer(cpu::score_rows_buffer(exec, 80));
-    cpu::score_rows(exec, proxy, 0, kScoreRows, whole.data(), 150, buffer.data());
+    Guarded<float> whole(kScoreRows * 150), buffer(buffer_of(exec, 80));
+    run_score_rows(exec, proxy, 0, kScoreRows, whole.data(), 150, buffer.data());
     for (int64_t height = 1; height < kScoreRows; ++height) {
       Guarded<float> part(height * 150);
-      cpu::score_rows(exec, proxy, kScoreRows - height, height, part.data(), 150, buffer.data());
+      run_score_rows(exec, proxy, kScoreRows - height, height, part.data(), 150, buffer.data());
       ASSERT_EQ(std::memcmp(part.data(), whole.data() + (kScoreRows - height) * 150, static_cast<size_t>(height * 600)), 0);
     }
   });
@@ -158,6 +208,7 @@ TEST(Score, RowsAreBitwiseTheSameInAnyBlock) {
 
 // Every stage reads its inputs through load_rows. The row ends where the page does: one byte more is a fault.
 TEST(Score, LoadRowsZeroesItsPaddingAndReadsNothingPastTheRow) {
+  if (testing_cuda()) GTEST_SKIP() << "the CPU's loader";
   const int64_t page = 65'536;
   const SparseMemory memory(2 * page);
   ASSERT_TRUE(memory.ok() && mprotect(static_cast<std::byte*>(memory.data()) + page, page, PROT_NONE) == 0);
@@ -189,7 +240,7 @@ TEST(Score, Int32OffsetOverflowThroughStrides) {
   const auto centroids = normals(random, 2 * kDim);
   each_machine([&](const Exec& exec) {
     expect_rows(exec, {ProxyKind::exact, 2, kTokens, 0.2f, centroids.data(), view, rows.data(), 0, 0, nullptr, nullptr}, 2,
-                5e-6);
+                limits().score);
   });
 }
 

@@ -1,6 +1,6 @@
 /* SCOPE: sparse attention for video diffusion transformers. The C ABI, and the only exported symbols.
  *
- *   scope_context_create      threads and instruction set
+ *   scope_context_create      threads and instruction set; scope_context_create_cuda: a GPU
  *   scope_method_create/_set  what to compute: a method and its settings, by name and text
  *   scope_plan_create         shape + method -> how much workspace and state a call needs
  *   scope_run                 one attention call
@@ -71,7 +71,7 @@ SCOPE_API const char* scope_version(void); /* "0.1.0" */
 SCOPE_API const char* scope_status_name(scope_status status);
 SCOPE_API const char* scope_last_error(void); /* this thread's last failure; "" before the first */
 
-/* Before a plan is made: 1 if `backend` ("cpu") takes this dtype and head dimension, 0 if not. */
+/* Before a plan is made: 1 if `backend` ("cpu" or "cuda") is there and takes this dtype and head dimension, 0 if not. */
 SCOPE_API int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim);
 
 /* ---- context ------------------------------------------------------------------------------------------------------- */
@@ -79,7 +79,10 @@ SCOPE_API int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim
 /* threads: 0 = one per core. instruction_set: NULL or "auto", "avx512", "avx2", "portable". */
 SCOPE_API scope_status scope_context_create(int32_t threads, const char* instruction_set, scope_context** context);
 SCOPE_API void scope_context_destroy(scope_context* context); /* NULL is fine; plans keep what they need alive */
-/* What calls of this context run on: "avx512", "avx2" or "portable". */
+/* A GPU by its index: sm_80 or later, f16 and bf16, head dimensions that are multiples of 8 up to 128.
+ * SCOPE_ERROR_UNSUPPORTED in a build without CUDA and on a machine without a GPU. See "calls on a GPU" below. */
+SCOPE_API scope_status scope_context_create_cuda(int32_t device, scope_context** context);
+/* What calls of this context run on: "avx512", "avx2" or "portable"; "sm_90" and the like on a GPU. */
 SCOPE_API const char* scope_context_instruction_set(const scope_context* context);
 
 /* ---- method -------------------------------------------------------------------------------------------------------- */
@@ -139,8 +142,8 @@ SCOPE_API scope_status scope_plan_create(scope_context* context, const scope_met
 SCOPE_API void scope_plan_destroy(scope_plan* plan);
 SCOPE_API scope_status scope_plan_get_info(const scope_plan* plan, scope_plan_info* info);
 
-/* State: state_bytes of caller memory per (layer, CFG branch), at an address that is a multiple of 16. Initialise it once;
- * saving it is copying it. docs/abi.md gives its layout. */
+/* State: state_bytes of caller memory (device memory on a GPU) per (layer, CFG branch), at an address that is a multiple of
+ * 16. Initialise it once (on a GPU this waits for the copy); saving it is copying it. docs/abi.md gives its layout. */
 SCOPE_API scope_status scope_state_init(const scope_plan* plan, void* state);
 
 /* ---- calls --------------------------------------------------------------------------------------------------------- */
@@ -185,6 +188,10 @@ typedef struct scope_call_stats {
   double check_seconds, group_seconds, encode_seconds, score_seconds, select_seconds, attend_seconds, total_seconds;
 } scope_call_stats;
 
+/* Where K-means starts. On the CPU AUTO reads the state. A GPU call cannot wait for that: with a state, say FIRST or WARM.
+ */
+typedef enum scope_start { SCOPE_START_AUTO = 0, SCOPE_START_FIRST = 1, SCOPE_START_WARM = 2 } scope_start;
+
 /* Zero-initialise, set struct_size = sizeof(scope_run_args) and layer = step = -1 when there is no schedule. */
 typedef struct scope_run_args {
   size_t struct_size;
@@ -203,7 +210,15 @@ typedef struct scope_run_args {
   scope_selection selection;    /* optional outputs */
   scope_call_stats* stats;      /* optional output */
   scope_head_stats* head_stats; /* [batch, heads]; optional output */
+  void* stream;                 /* GPU: the cudaStream_t of everything the call does; NULL: the legacy default stream */
+  int32_t start;                /* a scope_start */
+  int32_t reserved;             /* 0 */
 } scope_run_args;
+
+/* Calls on a GPU: q, k, v, out, lse, the state, the workspace and the selection are device memory with 16-byte-aligned rows;
+ * lengths, keep and dense_queries are host memory, read before the call returns. A call launches kernels on `stream` and
+ * nothing else: it does not allocate, copy from the host or wait, and can be captured in a CUDA graph (FIRST and WARM are
+ * different graphs). head_stats must be NULL; densities and times in *stats are NaN until scope_read_stats. */
 
 /* One attention call: group, encode, score, select, attend; or dense where method or schedule say so. */
 SCOPE_API scope_status scope_run(scope_plan* plan, const scope_run_args* args);
@@ -211,6 +226,11 @@ SCOPE_API scope_status scope_run(scope_plan* plan, const scope_run_args* args);
 /* attend alone, on a selection from anywhere: args->selection's labels and mask (and keep, optional) are read; bits of keys
  * past k_lengths are refused. The state, schedule, keep, dense_queries and statistics of args are ignored. */
 SCOPE_API scope_status scope_run_selection(scope_plan* plan, const scope_run_args* args);
+
+/* What the last call with this plan, workspace and stream found: waits for the stream, completes *stats (which that call
+ * filled; its times too, unless it was captured or replayed) and fills head_stats. Reports what a GPU call could only
+ * discover: SCOPE_ERROR_NON_FINITE, or SCOPE_ERROR_INVALID_ARGUMENT for a warm call on an unfilled state. */
+SCOPE_API scope_status scope_read_stats(scope_plan* plan, const scope_run_args* args);
 
 /* k_head = ceil(sum sizes[c] base_counts[c] / sum sizes[c]): the online per-head budget, from any proxy's base counts. */
 SCOPE_API scope_status scope_head_budget(const int32_t* sizes, const int32_t* base_counts, int64_t groups, int64_t* k_head);

@@ -31,10 +31,16 @@ class Context {
     check(scope_context_create(threads, instruction_set, &made));
     handle_.reset(made);
   }
+  static Context on_gpu(int device = 0) {
+    scope_context* made = nullptr;
+    check(scope_context_create_cuda(device, &made));
+    return Context(made);
+  }
   scope_context* handle() const { return handle_.get(); }
   std::string instruction_set() const { return scope_context_instruction_set(handle()); }
 
  private:
+  explicit Context(scope_context* made) : handle_(made) {}
   struct Destroy {
     void operator()(scope_context* context) const { scope_context_destroy(context); }
   };
@@ -110,18 +116,20 @@ class Plan {
     check(scope_plan_get_info(handle(), &info));
     return info;
   }
-  // Memory for one (layer, branch), initialised; empty for a method that keeps none.
+  // Host memory for one (layer, branch), initialised; empty for a method that keeps none.
   std::vector<std::max_align_t> make_state() const {
     const auto bytes = static_cast<size_t>(info().state_bytes);
     std::vector<std::max_align_t> state((bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
     if (bytes > 0) check(scope_state_init(handle(), state.data()));
     return state;
   }
-  // Uses a workspace of its own when the arguments bring none.
+  // Uses a host workspace of its own when the arguments bring none; a GPU call must bring device memory.
   void run(scope_run_args args) {
     bring_workspace(args);
     check(scope_run(handle(), &args));
   }
+  // After calls on a GPU: waits for args.stream and completes the statistics.
+  void read_stats(const scope_run_args& args) { check(scope_read_stats(handle(), &args)); }
   void run_selection(scope_run_args args) {
     bring_workspace(args);
     check(scope_run_selection(handle(), &args));

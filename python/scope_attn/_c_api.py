@@ -2,6 +2,7 @@
 import ctypes as c
 
 F32, F16, BF16 = 0, 1, 2
+START_AUTO, START_FIRST, START_WARM = 0, 1, 2
 
 
 class Shape(c.Structure):
@@ -28,11 +29,17 @@ class Stats(c.Structure):
         (name, c.c_double) for name in ("density", "total_density", "check", "group", "encode", "score", "select", "attend", "total")]
 
 
+class HeadStats(c.Structure):
+    _fields_ = [(name, c.c_double) for name in ("density", "total_density", "rho", "alpha")] + [(name, c.c_int64) for name in (
+        "k_head", "queries", "keys", "groups", "codes", "empty_groups", "empty_codes", "min_count", "max_count")]
+
+
 class Args(c.Structure):
     _fields_ = [("struct_size", c.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor)] + [
         (name, c.c_void_p) for name in ("lse", "q_lengths", "k_lengths", "keep", "dense_queries")] + [
         (name, c.c_int64) for name in ("layer", "step", "steps")] + [("state", c.c_void_p), ("workspace", c.c_void_p),
-        ("workspace_bytes", c.c_int64), ("selection", Selection), ("stats", c.c_void_p), ("head_stats", c.c_void_p)]
+        ("workspace_bytes", c.c_int64), ("selection", Selection), ("stats", c.c_void_p), ("head_stats", c.c_void_p),
+        ("stream", c.c_void_p), ("start", c.c_int32), ("reserved", c.c_int32)]
 
 
 class ScopeError(RuntimeError):
@@ -60,17 +67,21 @@ class Library:
         if status:
             raise ScopeError(status, self.lib.scope_last_error().decode())
 
-    def plan(self, method="scope", settings=None, threads=0, **shape):
-        return Plan(self, method, settings or {}, threads, shape)
+    def plan(self, method="scope", settings=None, threads=0, gpu=None, **shape):
+        """A plan on the CPU, or on the GPU with index `gpu`."""
+        return Plan(self, method, settings or {}, threads, gpu, shape)
 
 
 class Plan:
-    """A context, a method and a plan, with a workspace of their own."""
+    """A context, a method and a plan. On the CPU it has a workspace of its own; a GPU caller brings device memory."""
 
-    def __init__(self, library, method, settings, threads, shape):
+    def __init__(self, library, method, settings, threads, gpu, shape):
         self.library, lib = library, library.lib
         self.context, self.method, self.handle = c.c_void_p(), c.c_void_p(), c.c_void_p()
-        library.check(lib.scope_context_create(threads, None, c.byref(self.context)))
+        if gpu is None:
+            library.check(lib.scope_context_create(threads, None, c.byref(self.context)))
+        else:
+            library.check(lib.scope_context_create_cuda(gpu, c.byref(self.context)))
         library.check(lib.scope_method_create(method.encode(), c.byref(self.method)))
         for name, value in settings.items():
             library.check(lib.scope_method_set(self.method, name.encode(), str(value).encode()))
@@ -79,19 +90,32 @@ class Plan:
         library.check(lib.scope_plan_create(self.context, self.method, c.byref(self.shape), c.byref(self.handle)))
         self.info = Info(c.sizeof(Info))
         library.check(lib.scope_plan_get_info(self.handle, c.byref(self.info)))
-        self.workspace = c.create_string_buffer(self.info.workspace_bytes)
+        self.workspace = c.create_string_buffer(self.info.workspace_bytes) if gpu is None else None
 
     def init_state(self, address):
         self.library.check(self.library.lib.scope_state_init(self.handle, c.c_void_p(address)))
 
-    def run(self, **args):
-        """Fields of scope_run_args by name; returns the call's statistics."""
+    def arguments(self, **fields):
+        """scope_run_args from its fields by name."""
+        if self.workspace is not None:
+            fields = {"workspace": c.addressof(self.workspace), **fields}
+        return Args(**{"struct_size": c.sizeof(Args), "layer": -1, "step": -1, "workspace_bytes": self.info.workspace_bytes,
+                       **fields})
+
+    def run(self, **fields):
+        """One call; returns its statistics. On a GPU densities and times are NaN: use launch and read_stats there."""
         stats = Stats()
-        args = {"layer": -1, "step": -1, **args}
-        call = Args(struct_size=c.sizeof(Args), workspace=c.addressof(self.workspace), workspace_bytes=self.info.workspace_bytes,
-                    stats=c.addressof(stats), **args)
-        self.library.check(self.library.lib.scope_run(self.handle, c.byref(call)))
+        self.launch(self.arguments(stats=c.addressof(stats), **fields))
         return stats
+
+    def launch(self, arguments):
+        self.library.check(self.library.lib.scope_run(self.handle, c.byref(arguments)))
+
+    def launch_selection(self, arguments):
+        self.library.check(self.library.lib.scope_run_selection(self.handle, c.byref(arguments)))
+
+    def read_stats(self, arguments):
+        self.library.check(self.library.lib.scope_read_stats(self.handle, c.byref(arguments)))
 
     def __del__(self):
         lib = self.library.lib

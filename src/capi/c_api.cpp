@@ -5,6 +5,7 @@
 #include <new>
 #include <string>
 
+#include "cuda/device.h"
 #include "methods/methods.h"
 #include "methods/models.h"
 #include "pipeline/call.h"
@@ -25,7 +26,7 @@ namespace {
 
 // A context is shared by its plans, so destroying the handle first is safe.
 struct SharedContext {
-  SharedContext(int threads, const char* set) : context(threads, set) {}
+  explicit SharedContext(scope::Context made) : context(std::move(made)) {}
   scope::Context context;
   std::atomic_flag busy;
 };
@@ -155,6 +156,10 @@ scope::CallArgs to_args(const scope::Plan& plan, const scope_run_args& from) {
   args.dense_queries = from.dense_queries;
   args.place = {from.layer, from.step, from.steps};
   args.state = from.state;
+  require(from.start >= SCOPE_START_AUTO && from.start <= SCOPE_START_WARM, Status::invalid_argument,
+          "start: got {}, expected SCOPE_START_AUTO, _FIRST or _WARM", from.start);
+  args.start = static_cast<scope::Start>(from.start);
+  args.stream = from.stream;
   args.workspace = from.workspace;
   args.workspace_bytes = from.workspace_bytes;
   return args;
@@ -179,6 +184,29 @@ scope_call_stats to_stats(const scope::CallStats& s) {
           .select_seconds = s.select,
           .attend_seconds = s.attend,
           .total_seconds = s.total};
+}
+
+scope::CallStats from_stats(const scope_call_stats& s) {
+  scope::CallStats stats;
+  stats.reason = static_cast<scope::Reason>(s.reason);
+  stats.warm = s.warm != 0;
+  stats.iterations = s.iterations;
+  stats.arithmetic = s.bf16_dots != 0 ? "bf16" : "";
+  stats.density = s.density;
+  stats.total_density = s.total_density;
+  stats.check = s.check_seconds;
+  stats.group = s.group_seconds;
+  stats.encode = s.encode_seconds;
+  stats.score = s.score_seconds;
+  stats.select = s.select_seconds;
+  stats.attend = s.attend_seconds;
+  stats.total = s.total_seconds;
+  return stats;
+}
+
+std::vector<scope::HeadStats> make_heads(const scope_plan& plan, const scope_run_args& args) {
+  const scope::Shape& shape = plan.plan.shape;
+  return std::vector<scope::HeadStats>(args.head_stats == nullptr ? 0 : static_cast<size_t>(shape.batch * shape.heads));
 }
 
 scope_head_stats to_stats(const scope::HeadStats& h) {
@@ -214,15 +242,31 @@ const char* scope_status_name(scope_status status) {
 const char* scope_last_error(void) { return last_error.c_str(); }
 
 int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim) {
-  const bool known = backend != nullptr && std::strcmp(backend, "cpu") == 0;
-  return known && dtype >= SCOPE_F32 && dtype <= SCOPE_BF16 && dim >= 1 && dim <= 256 ? 1 : 0;
+  if (backend == nullptr || dtype < SCOPE_F32 || dtype > SCOPE_BF16 || dim < 1) return 0;
+  if (std::strcmp(backend, "cpu") == 0) return dim <= 256 ? 1 : 0;
+  if (std::strcmp(backend, "cuda") != 0 || dtype == SCOPE_F32 || dim > 128 || dim % 8 != 0) return 0;
+  try {
+    for (const auto& device : scope::cuda::devices()) {
+      if (device.major >= 8) return 1;
+    }
+  } catch (...) {  // no memory for the list: nothing is supported
+  }
+  return 0;
 }
 
 scope_status scope_context_create(int32_t threads, const char* instruction_set, scope_context** context) {
   return guarded([&] {
     need(context, "context");
-    auto shared = std::make_shared<SharedContext>(threads, instruction_set == nullptr ? "auto" : instruction_set);
+    auto shared =
+        std::make_shared<SharedContext>(scope::Context(threads, instruction_set == nullptr ? "auto" : instruction_set));
     *context = new scope_context{std::move(shared)};
+  });
+}
+
+scope_status scope_context_create_cuda(int32_t device, scope_context** context) {
+  return guarded([&] {
+    need(context, "context");
+    *context = new scope_context{std::make_shared<SharedContext>(scope::Context::on_gpu(device, 1))};
   });
 }
 
@@ -333,11 +377,29 @@ scope_status scope_run(scope_plan* plan, const scope_run_args* args) {
     const scope_selection& s = args->selection;
     call.selection = {s.labels, s.sizes, s.counts, s.mask, s.keep, s.centroids, s.codebooks, s.codes};
     scope::CallStats stats;
-    const scope::Shape& shape = plan->plan.shape;
-    std::vector<scope::HeadStats> heads(args->head_stats == nullptr ? 0 : static_cast<size_t>(shape.batch * shape.heads));
-    call.stats = &stats;
+    std::vector<scope::HeadStats> heads = make_heads(*plan, *args);
+    call.stats = args->stats == nullptr ? nullptr : &stats;
     call.head_stats = heads.empty() ? nullptr : heads.data();
     scope::call(plan->plan, call);
+    if (args->stats != nullptr) *args->stats = to_stats(stats);
+    for (size_t i = 0; i < heads.size(); ++i) args->head_stats[i] = to_stats(heads[i]);
+  });
+}
+
+scope_status scope_read_stats(scope_plan* plan, const scope_run_args* args) {
+  return guarded([&] {
+    need(plan, "plan");
+    need_struct(args, "args");
+    const Busy busy(plan->shared->busy);
+    scope::CallArgs call = to_args(plan->plan, *args);
+    scope::CallStats stats;
+    std::vector<scope::HeadStats> heads = make_heads(*plan, *args);
+    if (args->stats != nullptr) {
+      stats = from_stats(*args->stats);
+      call.stats = &stats;
+    }
+    call.head_stats = heads.empty() ? nullptr : heads.data();
+    scope::read_stats(plan->plan, call);
     if (args->stats != nullptr) *args->stats = to_stats(stats);
     for (size_t i = 0; i < heads.size(); ++i) args->head_stats[i] = to_stats(heads[i]);
   });

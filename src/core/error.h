@@ -1,7 +1,9 @@
 // Status codes and the one exception type; thrown below the C ABI, translated to scope_status at it.
 #pragma once
 
+#ifndef __CUDACC__
 #include <fmt/format.h>
+#endif
 
 #include <stdexcept>
 #include <string>
@@ -37,6 +39,13 @@ class Error : public std::runtime_error {
   Status status_;
 };
 
+#ifdef __CUDACC__
+// nvcc cannot compile fmt's compile-time checks: kernels' host code says what is wrong in plain text.
+[[noreturn]] inline void fail(Status status, const std::string& text) { throw Error(status, text); }
+inline void require(bool condition, Status status, const char* text) {
+  if (!condition) fail(status, text);
+}
+#else
 // Messages name the argument, what it got and what it expects.
 template <class... Args>
 [[noreturn]] void fail(Status status, fmt::format_string<Args...> text, Args&&... args) {
@@ -47,5 +56,6 @@ template <class... Args>
 void require(bool condition, Status status, fmt::format_string<Args...> text, Args&&... args) {
   if (!condition) fail(status, text, std::forward<Args>(args)...);
 }
+#endif
 
 }  // namespace scope

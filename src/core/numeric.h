@@ -48,6 +48,7 @@ inline uint16_t f32_to_f16(float value) {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+#ifndef __CUDACC__  // their messages need fmt
 // Product of non-negative sizes; `what` names it in the error.
 inline int64_t checked_mul(int64_t a, int64_t b, const char* what) {
   int64_t product = 0;
@@ -64,6 +65,7 @@ inline int64_t checked_add(int64_t a, int64_t b, const char* what) {
   }
   return sum;
 }
+#endif
 
 // A share is held in millionths so that ceil(share * n) is the same integer everywhere.
 inline constexpr int64_t kMillion = 1'000'000;

@@ -48,10 +48,11 @@ struct Layout {
   }
 };
 
-// Walks the set bits of one or two bitmasks in ascending order.
+// Walks the set bits of one or two bitmasks in ascending order; without a mask, all of them.
 class BitWalk {
  public:
-  BitWalk(const uint32_t* mask, const uint32_t* also, int64_t bits) : mask_(mask), also_(also), words_(mask_words(bits)) {}
+  BitWalk(const uint32_t* mask, const uint32_t* also, int64_t bits)
+      : mask_(mask), also_(also), bits_(bits), words_(mask_words(bits)) {}
 
   // The next positions, at most `most`; 0 at the end.
   int64_t next(int32_t* out, int64_t most) {
@@ -61,7 +62,8 @@ class BitWalk {
         out[n++] = static_cast<int32_t>(32 * (at_ - 1) + std::countr_zero(word_));
       }
       if (n == most || at_ == words_) return n;
-      word_ = mask_[at_] | (also_ == nullptr ? 0u : also_[at_]);
+      word_ = mask_ == nullptr ? ~0u >> (32 - std::min<int64_t>(32, bits_ - 32 * at_))
+                               : mask_[at_] | (also_ == nullptr ? 0u : also_[at_]);
       ++at_;
     }
   }
@@ -69,7 +71,7 @@ class BitWalk {
  private:
   const uint32_t* mask_;
   const uint32_t* also_;
-  int64_t words_, at_ = 0;
+  int64_t bits_, words_, at_ = 0;
   uint32_t word_ = 0;
 };
 
@@ -87,19 +89,21 @@ class Attention {
   void run() {
     const int64_t tiles = make_tiles();
     exec_.pool->run(tiles, [&](int64_t i, int thread) { tile(at_.tiles[i], thread); });
-    for (int64_t i = args_.offsets[args_.groups]; i < args_.q.tokens; ++i) {
-      const int64_t token = args_.order[i];
+    for (int64_t i = begin_of(args_.groups); i < args_.q.tokens; ++i) {
+      const int64_t token = args_.order == nullptr ? i : args_.order[i];
       std::fill_n(args_.out.row(token), args_.q.dim * dtype_bytes(args_.out.dtype), std::byte{0});
       if (args_.lse != nullptr) args_.lse[token] = -std::numeric_limits<float>::infinity();
     }
   }
 
  private:
+  int64_t begin_of(int64_t group) const { return args_.offsets == nullptr ? group * args_.q.tokens : args_.offsets[group]; }
+
   // Large groups are cut into equal tiles. The longest work goes first, so that threads finish together.
   int64_t make_tiles() {
     int64_t n = 0;
     for (int64_t c = 0; c < args_.groups; ++c) {
-      const int64_t begin = args_.offsets[c], size = args_.offsets[c + 1] - begin;
+      const int64_t begin = begin_of(c), size = begin_of(c + 1) - begin;
       const int64_t parts = ceil_div(size, kTileRows);
       if (parts == 0) continue;
       const int64_t height = round_up(ceil_div(size, parts), kStrip);
@@ -114,7 +118,9 @@ class Attention {
 
   void tile(const Tile& tile, int thread) {
     const int64_t rows = tile.end - tile.begin, stride = at_.stride;
-    const int32_t* queries = args_.order + tile.begin;
+    int32_t in_order[kTileRows];
+    if (args_.order == nullptr) std::iota(in_order, in_order + rows, static_cast<int32_t>(tile.begin));
+    const int32_t* queries = args_.order == nullptr ? in_order : args_.order + tile.begin;
     std::byte* q = at_.q + thread * kTileRows * stride * static_cast<int64_t>(sizeof(float));
     float* o = at_.o + thread * kTileRows * stride;
     float* m = at_.m + thread * 3 * kTileRows;
@@ -125,7 +131,8 @@ class Attention {
     std::fill_n(l, rows, 0.0f);
 
     int32_t keys[kKeyBlock];
-    BitWalk walk(args_.mask + tile.group * mask_words(args_.k.tokens), args_.keep, args_.k.tokens);
+    const uint32_t* mask = args_.mask == nullptr ? nullptr : args_.mask + tile.group * mask_words(args_.k.tokens);
+    BitWalk walk(mask, args_.keep, args_.k.tokens);
     while (const int64_t n = walk.next(keys, kKeyBlock)) block(args_.k, args_.v, keys, n, nullptr, rows, thread);
     if (args_.extra.count > 0) {
       const RowsView k{args_.extra.k, DType::f32, args_.extra.count, args_.q.dim, args_.q.dim};

@@ -1,6 +1,8 @@
 // The CPU's row of the backend table.
 #include "stages/backend.h"
 
+#include "cpu/bookkeeping.h"
+
 namespace scope {
 
 namespace {
@@ -21,6 +23,21 @@ constexpr Backend kCpu = {
     .encode_scratch = cpu::encode_scratch,
     .select_scratch = cpu::select_scratch,
     .attend_scratch = cpu::attend_scratch,
+    .describe = cpu::describe,
+    .finish = cpu::finish,
+    .import_selection = cpu::import_selection,
+    .set_slot = cpu::set_slot,
+    .fill = cpu::fill,
+    .copy = cpu::copy,
+    .convert = cpu::convert,
+    .scatter = cpu::scatter,
+    .enter = nullptr,
+    .leave = nullptr,
+    .check_slot = nullptr,
+    .mark = nullptr,
+    .times = nullptr,
+    .read = nullptr,
+    .write = nullptr,
 };
 
 }  // namespace

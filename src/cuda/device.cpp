@@ -10,12 +10,15 @@ bool built() { return true; }
 std::vector<Device> devices() {
   std::vector<Device> found;
   int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) return found;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();  // a machine without a driver is an answer, not a failure
+    return found;
+  }
   for (int i = 0; i < count; ++i) {
-    cudaDeviceProp properties{};
-    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) continue;
-    found.push_back(
-        {properties.name, properties.major, properties.minor, static_cast<long long>(properties.totalGlobalMem)});
+    cudaDeviceProp p{};
+    if (cudaGetDeviceProperties(&p, i) != cudaSuccess) continue;
+    found.push_back({p.name, i, p.major, p.minor, p.multiProcessorCount, static_cast<int64_t>(p.sharedMemPerBlockOptin),
+                     static_cast<int64_t>(p.l2CacheSize), static_cast<int64_t>(p.totalGlobalMem)});
   }
   return found;
 }

@@ -1,6 +1,7 @@
-// What GPUs there are, for `scope doctor`; the CUDA stages come behind the same backend table.
+// GPUs: what there is, and what a launch needs to know of the one it runs on.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -8,8 +9,12 @@ namespace scope::cuda {
 
 struct Device {
   std::string name;
+  int index = 0;
   int major = 0, minor = 0;
-  long long memory_bytes = 0;
+  int multiprocessors = 0;
+  int64_t shared_bytes = 0;  // most that one block can have
+  int64_t l2_bytes = 0;
+  int64_t memory_bytes = 0;
 };
 
 // False in a build without CUDA.

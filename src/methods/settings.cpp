@@ -47,6 +47,7 @@ constexpr const char* kRules[] = {"fixed", "top_p", "hybrid", "online", "target"
 constexpr const char* kTails[] = {"none", "first_order"};
 constexpr const char* kSwitch[] = {"no", "yes"};
 constexpr const char* kStateTypes[] = {"f32", "bf16"};
+constexpr const char* kKernels[] = {"auto", "wgmma", "portable"};
 constexpr int64_t kMostClusters = 65536;
 
 std::string count_text(int64_t value) { return value == 0 ? "auto" : std::to_string(value); }
@@ -137,6 +138,18 @@ const Setting kTable[] = {
     {"check_finite", "call", "no | yes", "refuse NaN and Inf in q and k before anything is written",
      [](Settings& s, std::string_view t) { s.check_finite = choice("check_finite", t, kSwitch, "no or yes") == 1; },
      [](const Settings& s) { return std::string(kSwitch[s.check_finite ? 1 : 0]); }},
+    {"kernel", "attend", "auto | wgmma | portable",
+     "which CUDA attend kernel: wgmma needs sm_90a, portable runs on sm_80 and later",
+     [](Settings& s, std::string_view t) {
+       s.kernel = static_cast<KernelChoice>(choice("kernel", t, kKernels, "auto, wgmma or portable"));
+     },
+     [](const Settings& s) { return std::string(kKernels[static_cast<int>(s.kernel)]); }},
+    {"workspace_limit", "call", "1..1048576",
+     "MiB of workspace on a GPU: heads are processed in as few chunks as fit, with the same bits",
+     [](Settings& s, std::string_view t) {
+       s.workspace_limit = integer("workspace_limit", t, 1, 1048576, "1..1048576 MiB");
+     },
+     [](const Settings& s) { return std::to_string(s.workspace_limit); }},
 };
 
 const Setting& find(std::string_view name) {

@@ -13,6 +13,7 @@
 namespace scope {
 
 enum class Tail { none, first_order };
+enum class KernelChoice { automatic, wgmma, portable };
 
 struct Settings {
   bool dense = false;  // the method `dense`: no selection at all
@@ -36,6 +37,8 @@ struct Settings {
   bool warm_prefix = false;
   bool check_finite = true;
   DType state_dtype = DType::f32;
+  KernelChoice kernel = KernelChoice::automatic;
+  int64_t workspace_limit = 400;  // MiB
 };
 
 struct Setting {

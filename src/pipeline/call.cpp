@@ -2,9 +2,12 @@
 #include "pipeline/call.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 
@@ -14,18 +17,6 @@
 namespace scope {
 
 namespace {
-
-class Timer {
- public:
-  explicit Timer(double& seconds) : seconds_(seconds), start_(std::chrono::steady_clock::now()) {}
-  ~Timer() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-  Timer(const Timer&) = delete;
-  Timer& operator=(const Timer&) = delete;
-
- private:
-  double& seconds_;
-  std::chrono::steady_clock::time_point start_;
-};
 
 template <class View>
 void check_tensor(const char* name, const View& x, const Shape& shape, int64_t tokens) {
@@ -45,6 +36,17 @@ void check_tensor(const char* name, const View& x, const Shape& shape, int64_t t
   extent("batch_stride", x.batch_stride, x.batch);
   extent("head_stride", x.head_stride, x.heads);
   extent("token_stride", x.token_stride, x.tokens);
+}
+
+// Kernels move 16 bytes at a time, and never copy a tensor to make that possible.
+template <class View>
+void check_device_tensor(const char* name, const View& x) {
+  if (x.tokens == 0) return;
+  require(reinterpret_cast<uintptr_t>(x.data) % 16 == 0, Status::alignment, "{}: address {} is not a multiple of 16", name,
+          x.data);
+  require(x.batch_stride % 8 == 0 && x.head_stride % 8 == 0 && x.token_stride % 8 == 0, Status::alignment,
+          "{}: strides [{}, {}, {}, 1] are not multiples of 8 elements", name, x.batch_stride, x.head_stride,
+          x.token_stride);
 }
 
 // Two different outputs must not share an element: with strides in ascending order, each step clears what lies below.
@@ -85,6 +87,18 @@ void check_args(const Plan& plan, const CallArgs& args, bool needs_v) {
     require(args.out.data == nullptr || (args.out.data != args.k.data && args.out.data != args.v.data),
             Status::invalid_argument, "out: it is the same memory as {}", args.out.data == args.k.data ? "k" : "v");
   }
+  if (plan.exec.device != nullptr) {
+    check_device_tensor("q", args.q);
+    check_device_tensor("k", args.k);
+    if (needs_v) {
+      check_device_tensor("v", args.v);
+      check_device_tensor("out", args.out);
+    }
+    require(args.head_stats == nullptr, Status::invalid_argument,
+            "head_stats: a GPU call cannot wait for them; read them after it");
+    require(args.state == nullptr || args.start != Start::automatic, Status::invalid_argument,
+            "start: a GPU call cannot read its state; say first or warm");
+  }
   check_lengths("q_lengths", args.q_lengths, shape.batch, shape.q_tokens);
   check_lengths("k_lengths", args.k_lengths, shape.batch, shape.k_tokens);
   require(args.dense_queries == nullptr || shape.dense_queries, Status::invalid_argument,
@@ -117,72 +131,107 @@ void check_finite(const Plan& plan, const CallArgs& args) {
   check("k", args.k, args.k_lengths);
 }
 
-// What one sample's tokens are: which take part in selection, which are always kept, which attend densely.
+void set_times(const double* seconds, CallStats& stats) {
+  const auto at = [&](Moment moment) { return seconds[static_cast<int>(moment)]; };
+  stats.check = at(Moment::check);
+  stats.group = at(Moment::group);
+  stats.encode = at(Moment::encode);
+  stats.score = at(Moment::score);
+  stats.select = at(Moment::select);
+  stats.attend = at(Moment::attend);
+  stats.total = std::accumulate(seconds, seconds + kMoments, 0.0);
+}
+
+// Means over the heads that selected; 1 where none did.
+void set_densities(const HeadStats* heads, int64_t count, CallStats& stats) {
+  double density = 0, total = 0;
+  int64_t selecting = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    total += heads[i].total_density;
+    if (heads[i].groups == 0) continue;
+    density += heads[i].density;
+    ++selecting;
+  }
+  stats.density = selecting == 0 ? 1.0 : density / static_cast<double>(selecting);
+  stats.total_density = total / static_cast<double>(count);
+}
+
+// One sample of a call.
 struct Sample {
   int64_t index;
-  int64_t valid_q, valid_k;       // lengths
-  int64_t queries = 0, keys = 0;  // that take part in selection
-  int64_t kept = 0, dense = 0;    // always-kept keys, densely attending queries
+  Tokens tokens;
+  bool prefix_q, prefix_k;  // the tokens that take part are the first ones
 };
+
+// Set bits of [0, n).
+int64_t count_bits(const uint32_t* mask, int64_t n) {
+  int64_t count = 0;
+  for (int64_t w = 0; mask != nullptr && w < n / 32; ++w) count += std::popcount(mask[w]);
+  if (mask != nullptr && n % 32 != 0) count += std::popcount(mask[n / 32] & ~(~0u << (n % 32)));
+  return count;
+}
 
 class Call {
  public:
   Call(const Plan& plan, const CallArgs& args)
-      : plan_(plan), args_(args), exec_(plan.context.exec()), at_(plan.layout(args.workspace, args.workspace_bytes)) {
+      : plan_(plan),
+        args_(args),
+        backend_(*plan.backend),
+        exec_(plan.exec),
+        at_(plan.layout(args.workspace, args.workspace_bytes)),
+        heads_(plan.shape.heads) {
+    exec_.stream = args.stream;
+    exec_.call = args.workspace;
+    if (args.stats == nullptr) exec_.clock = nullptr;
     stats_.reason = schedule(plan.settings, args.place);
-    stats_.instruction_set = exec_.kernels->name;
-    const bool bf16 = plan.shape.dtype == DType::bf16 && exec_.attend_kernels_bf16 != nullptr;
-    stats_.arithmetic = bf16 ? exec_.attend_kernels_bf16->name : exec_.attend_kernels->name;
+    if (exec_.device != nullptr) {
+      stats_.kernel = exec_.wgmma ? "wgmma" : "portable";
+      stats_.arithmetic = dtype_name(plan.shape.dtype);
+    } else {
+      const bool bf16 = plan.shape.dtype == DType::bf16 && exec_.attend_kernels_bf16 != nullptr;
+      stats_.kernel = exec_.kernels->name;
+      stats_.arithmetic = bf16 ? exec_.attend_kernels_bf16->name : exec_.attend_kernels->name;
+    }
     scale_ = 1.0f / std::sqrt(static_cast<float>(plan.shape.dim));
   }
 
   void run() {
-    {
-      const Timer total(stats_.total);
-      {
-        const Timer timer(stats_.check);
-        if (plan_.settings.check_finite && clusters()) check_finite(plan_, args_);
-      }
-      stats_.warm = args_.state != nullptr && clusters();
-      for (int64_t b = 0; b < plan_.shape.batch; ++b) sample(b);
-    }
-    if (sparse() && selecting_heads_ == 0) stats_.reason = Reason::nothing_to_select;
-    stats_.density = selecting_heads_ == 0 ? 1.0 : stats_.density / static_cast<double>(selecting_heads_);
-    stats_.total_density /= static_cast<double>(plan_.shape.batch * plan_.shape.heads);
+    const DeviceScope scope(plan_, exec_);
+    begin();
+    if (exec_.device == nullptr && plan_.settings.check_finite && clusters()) check_finite(plan_, args_);
+    stats_.warm = args_.state != nullptr && clusters();
+    for (int64_t b = 0; b < plan_.shape.batch; ++b) sample(b);
+    if (sparse() && !selected_) stats_.reason = Reason::nothing_to_select;
     stats_.warm = stats_.warm && stats_.iterations > 0;
-    if (args_.stats != nullptr) *args_.stats = stats_;
+    end();
   }
 
   void run_selected(const SelectedArgs& selected) {
+    const DeviceScope scope(plan_, exec_);
+    begin();
     stats_.reason = Reason::sparse;
     const Shape& shape = plan_.shape;
     const int64_t words = mask_words(shape.k_tokens), groups = plan_.selection_groups;
     for (int64_t b = 0; b < shape.batch; ++b) {
-      Sample s = describe(b);
-      std::fill_n(at_.keep, words, 0u);
-      if (selected.keep != nullptr) std::copy_n(selected.keep + b * words, words, at_.keep);
-      for (int64_t h = 0; h < shape.heads; ++h) {
-        const int64_t head = b * shape.heads + h;
-        const int32_t* labels = selected.labels + head * shape.q_tokens;
-        std::fill_n(at_.offsets, groups + 1, 0);
-        for (int64_t i = 0; i < s.valid_q; ++i) {
-          if (labels[i] >= 0) ++at_.offsets[labels[i] + 1];
-        }
-        std::partial_sum(at_.offsets, at_.offsets + groups + 1, at_.offsets);
-        int64_t idle = at_.offsets[groups];
-        for (int64_t i = 0; i < shape.q_tokens; ++i) {
-          if (i >= s.valid_q || labels[i] < 0) {
-            at_.order[idle++] = static_cast<int32_t>(i);
-          } else {
-            at_.order[at_.offsets[labels[i]]++] = static_cast<int32_t>(i);
-          }
-        }
-        std::copy_backward(at_.offsets, at_.offsets + groups, at_.offsets + groups + 1);
-        at_.offsets[0] = 0;
-        attend(s, h, groups, selected.mask + head * groups * words, false);
+      const Sample s = describe(b);
+      for (int64_t h = 0; h < heads_; h += plan_.chunk) {
+        const int64_t n = std::min(plan_.chunk, heads_ - h), head = b * heads_ + h;
+        backend_.import_selection(exec_, {.tokens = s.tokens,
+                                          .heads = n,
+                                          .groups = groups,
+                                          .row_groups = plan_.groups + 1,
+                                          .labels = selected.labels + head * shape.q_tokens,
+                                          .selected = selected.mask + head * groups * words,
+                                          .keep = selected.keep == nullptr ? nullptr : selected.keep + b * words,
+                                          .order = at_.order,
+                                          .offsets = at_.offsets,
+                                          .mask = at_.mask,
+                                          .kept = at_.keep});
+        attend(s, h, n, groups, selected.keep != nullptr, false);
       }
+      report_dense(s);
     }
-    if (args_.stats != nullptr) *args_.stats = stats_;
+    end();
   }
 
  private:
@@ -192,324 +241,424 @@ class Call {
   }
   bool clusters() const { return sparse() || in_prefix(); }
 
-  Sample describe(int64_t b) {
-    const Shape& shape = plan_.shape;
-    const int64_t words = mask_words(shape.k_tokens), q_words = mask_words(shape.q_tokens);
-    Sample s{.index = b,
-             .valid_q = args_.q_lengths == nullptr ? shape.q_tokens : args_.q_lengths[b],
-             .valid_k = args_.k_lengths == nullptr ? shape.k_tokens : args_.k_lengths[b]};
-    std::fill_n(at_.valid, words, 0u);
-    std::fill_n(at_.keep, words, 0u);
-    for (int64_t j = 0; j < s.valid_k; ++j) {
-      const bool kept = args_.keep != nullptr && mask_bit(args_.keep + b * words, j);
-      set_mask_bit(kept ? at_.keep : at_.valid, j);
-      if (kept) {
-        ++s.kept;
-      } else {
-        at_.k_rows[s.keys++] = static_cast<int32_t>(j);
-      }
-    }
-    for (int64_t i = 0; i < s.valid_q; ++i) {
-      const bool dense = args_.dense_queries != nullptr && mask_bit(args_.dense_queries + b * q_words, i);
-      if (dense) {
-        ++s.dense;
-      } else {
-        at_.q_rows[s.queries++] = static_cast<int32_t>(i);
-      }
-    }
-    return s;
+  void begin() {
+    start_ = std::chrono::steady_clock::now();
+    mark(Moment::check);
+    backend_.fill(exec_, at_.status, 0, 0, 1, 1);
   }
 
+  // From here on, time belongs to `moment`.
+  void mark(Moment moment) {
+    if (backend_.mark != nullptr) {
+      backend_.mark(exec_, moment);
+      return;
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (moment_ != Moment::end) {
+      seconds_[static_cast<size_t>(moment_)] += std::chrono::duration<double>(now - since_).count();
+    }
+    moment_ = moment;
+    since_ = now;
+  }
+
+  void end() {
+    mark(Moment::end);
+    if (exec_.device != nullptr) {
+      stats_.density = stats_.total_density = std::numeric_limits<double>::quiet_NaN();
+      std::fill(std::begin(seconds_), std::end(seconds_), std::numeric_limits<double>::quiet_NaN());
+      set_times(seconds_, stats_);
+    } else {
+      set_times(seconds_, stats_);
+      stats_.total = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+      const int64_t heads = plan_.shape.batch * heads_;
+      set_densities(at_.report, heads, stats_);
+      if (args_.head_stats != nullptr) std::copy_n(at_.report, heads, args_.head_stats);
+    }
+    if (args_.stats != nullptr) *args_.stats = stats_;
+  }
+
+  Sample describe(int64_t b) {
+    const Shape& shape = plan_.shape;
+    const uint32_t* keep = args_.keep == nullptr ? nullptr : args_.keep + b * mask_words(shape.k_tokens);
+    const uint32_t* dense = args_.dense_queries == nullptr ? nullptr : args_.dense_queries + b * mask_words(shape.q_tokens);
+    Tokens t{.q_tokens = shape.q_tokens,
+             .k_tokens = shape.k_tokens,
+             .valid_q = args_.q_lengths == nullptr ? shape.q_tokens : args_.q_lengths[b],
+             .valid_k = args_.k_lengths == nullptr ? shape.k_tokens : args_.k_lengths[b]};
+    t.kept = count_bits(keep, t.valid_k);
+    t.dense = count_bits(dense, t.valid_q);
+    t.keys = t.valid_k - t.kept;
+    t.queries = t.valid_q - t.dense;
+    backend_.describe(exec_, {.tokens = t,
+                              .keep = keep,
+                              .dense_queries = dense,
+                              .q_rows = at_.q_rows,
+                              .k_rows = at_.k_rows,
+                              .valid = at_.valid,
+                              .kept = at_.keep,
+                              .offsets = at_.all_queries});
+    return {b, t, count_bits(dense, t.queries) == 0, count_bits(keep, t.keys) == 0};
+  }
+
+  // The CPU walks the lists; a device need not read one that says 0, 1, 2, ….
+  const int32_t* q_rows(const Sample& s) const { return exec_.device != nullptr && s.prefix_q ? nullptr : at_.q_rows; }
+  const int32_t* k_rows(const Sample& s) const { return exec_.device != nullptr && s.prefix_k ? nullptr : at_.k_rows; }
+
   void sample(int64_t b) {
+    mark(Moment::other);
     const Sample s = describe(b);
     if (args_.selection.keep != nullptr) {
       const int64_t words = mask_words(plan_.shape.k_tokens);
-      std::copy_n(at_.keep, words, args_.selection.keep + b * words);
+      backend_.copy(exec_, at_.keep, 0, args_.selection.keep + b * words, 0, words, 1);
     }
-    const bool selects = sparse() && s.queries > 0 && s.keys > 0;
-    const bool clusters_here = clusters() && s.queries > 0 && s.keys > 0;
+    const bool can_select = s.tokens.queries > 0 && s.tokens.keys > 0;
+    const bool selects = sparse() && can_select, clusters_here = clusters() && can_select;
+    selected_ = selected_ || selects;
 
     StateSlot next{};
-    StateSlot before{};
+    bool warm = false;
     if (clusters_here) {
-      next = {static_cast<int32_t>(effective_groups(plan_.settings, s.queries)),
-              static_cast<int32_t>(plan_.codes == 0 ? 0 : effective_codes(plan_.settings, s.keys))};
-      if (args_.state != nullptr) before = StateView(plan_, args_.state, b).slot();
+      next = {static_cast<int32_t>(effective_groups(plan_.settings, s.tokens.queries)),
+              static_cast<int32_t>(plan_.codes == 0 ? 0 : effective_codes(plan_.settings, s.tokens.keys))};
+      warm = open_state(b, next);
+      stats_.warm = stats_.warm && warm;
     }
-    const bool warm = clusters_here && args_.state != nullptr && before.groups == next.groups && before.codes == next.codes;
-    stats_.warm = stats_.warm && (warm || !clusters_here);
-    // A call that fails midway leaves the sample uninitialised, so that the next one starts cold instead of from a mixture.
-    if (clusters_here && args_.state != nullptr) StateView(plan_, args_.state, b).set_slot({});
-    for (int64_t h = 0; h < plan_.shape.heads; ++h) {
-      if (clusters_here) cluster(s, h, next, warm);
+    for (int64_t h = 0; h < heads_; h += plan_.chunk) {
+      const int64_t n = std::min(plan_.chunk, heads_ - h);
+      if (clusters_here) cluster(s, h, n, next, warm);
       if (selects) {
-        sparse_head(s, h, next);
+        sparse_heads(s, h, n, next);
       } else {
-        dense_head(s, h);
+        dense_heads(s, h, n);
       }
     }
+    if (!selects) report_dense(s);
+    mark(Moment::other);
+    if (clusters_here && args_.state != nullptr) {
+      backend_.set_slot(exec_, StateView(plan_, args_.state, b).slot, next);
+    }
+  }
 
-    if (clusters_here && args_.state != nullptr) StateView(plan_, args_.state, b).set_slot(next);
+  // Whether the sample starts warm. A call that fails midway leaves it uninitialised, so that the next one starts cold
+  // instead of from a mixture.
+  bool open_state(int64_t b, const StateSlot& next) {
+    if (args_.state == nullptr) return false;
+    StateSlot* slot = StateView(plan_, args_.state, b).slot;
+    bool warm = args_.start == Start::warm;
+    if (exec_.device != nullptr) {
+      const StateHeader header = StateLayout(plan_).header;
+      if (warm) backend_.check_slot(exec_, args_.state, &header, slot, next, kStateNotStarted, at_.status);
+    } else {
+      StateSlot before{};
+      std::memcpy(&before, slot, sizeof before);
+      const bool filled = before.groups == next.groups && before.codes == next.codes;
+      require(!warm || filled, Status::invalid_argument,
+              "start: got warm, and sample {} of the state holds {} groups and {} codes, "
+              "expected {} and {}",
+              b, before.groups, before.codes, next.groups, next.codes);
+      warm = filled && args_.start != Start::first;
+    }
+    backend_.set_slot(exec_, slot, {});
+    return warm;
+  }
+
+  // Copies centroids and codebooks of a chunk between state and workspace.
+  void move_state(const Sample& s, int64_t h, int64_t n, bool load) {
+    const StateView view(plan_, args_.state, s.index);
+    const DType type = plan_.settings.state_dtype;
+    const auto move = [&](void* base, int64_t per_head, float* here) {
+      void* there = static_cast<std::byte*>(base) + h * per_head * dtype_bytes(type);
+      if (load) {
+        backend_.convert(exec_, there, type, here, DType::f32, n * per_head);
+      } else {
+        backend_.convert(exec_, here, DType::f32, there, type, n * per_head);
+      }
+    };
+    move(view.centroids, plan_.groups * plan_.shape.dim, at_.centroids);
+    if (plan_.codes > 0) move(view.codebooks, plan_.codes * plan_.shape.dim, at_.codebooks);
   }
 
   // group and encode, from the state and back into it.
-  void cluster(const Sample& s, int64_t h, const StateSlot& n, bool warm) {
+  void cluster(const Sample& s, int64_t h, int64_t n, const StateSlot& slot, bool warm) {
     const Settings& settings = plan_.settings;
+    const Shape& shape = plan_.shape;
     const int iterations = warm ? settings.iterations : settings.first_iterations;
+    const auto subspaces = static_cast<int64_t>(plan_.partition.size());
     stats_.iterations = iterations;
-    if (warm) StateView(plan_, args_.state, s.index).load(h, n, at_.centroids, at_.codebooks);
-    {
-      const Timer timer(stats_.group);
-      const GroupArgs group{.q = args_.q.head(s.index, h),
-                            .rows = at_.q_rows,
-                            .count = s.queries,
-                            .groups = n.groups,
-                            .grouping = settings.group,
-                            .iterations = iterations,
-                            .sample = warm ? s.queries : effective_sample(settings, s.queries, n.groups),
-                            .warm = warm,
-                            .seed = settings.seed,
-                            .centroids = at_.centroids,
-                            .labels = at_.labels,
-                            .sizes = at_.sizes,
-                            .order = at_.order,
-                            .offsets = at_.offsets,
-                            .scratch = at_.scratch};
-      plan_.backend->group(exec_, {&group, 1});
+    mark(Moment::other);
+    if (warm) move_state(s, h, n, true);
+    mark(Moment::group);
+    std::array<GroupArgs, kMostChunk> group;
+    for (int64_t i = 0; i < n; ++i) {
+      group[static_cast<size_t>(i)] = {
+          .q = args_.q.head(s.index, h + i),
+          .rows = q_rows(s),
+          .count = s.tokens.queries,
+          .groups = slot.groups,
+          .grouping = settings.group,
+          .iterations = iterations,
+          .sample = warm ? s.tokens.queries : effective_sample(settings, s.tokens.queries, slot.groups),
+          .warm = warm,
+          .seed = settings.seed,
+          .centroids = at_.centroids + i * plan_.groups * shape.dim,
+          .labels = at_.labels + i * shape.q_tokens,
+          .sizes = at_.sizes + i * (plan_.groups + 1),
+          .order = at_.order + i * shape.q_tokens,
+          .offsets = at_.offsets + i * (plan_.groups + 2),
+          .status = at_.status,
+          .scratch = at_.scratch};
     }
-    if (n.codes > 0) {
-      const Timer timer(stats_.encode);
-      const EncodeArgs encode{.k = args_.k.head(s.index, h),
-                              .rows = at_.k_rows,
-                              .count = s.keys,
-                              .partition = &plan_.partition,
-                              .codes = n.codes,
-                              .iterations = iterations,
-                              .sample = warm ? s.keys : effective_sample(settings, s.keys, n.codes),
-                              .warm = warm,
-                              .seed = settings.seed,
-                              .codebooks = at_.codebooks,
-                              .labels = at_.codes,
-                              .empty = at_.empty,
-                              .scratch = at_.scratch};
-      plan_.backend->encode(exec_, {&encode, 1});
+    backend_.group(exec_, {group.data(), static_cast<size_t>(n)});
+    if (slot.codes > 0) {
+      mark(Moment::encode);
+      std::array<EncodeArgs, kMostChunk> encode;
+      for (int64_t i = 0; i < n; ++i) {
+        encode[static_cast<size_t>(i)] = {
+            .k = args_.k.head(s.index, h + i),
+            .rows = k_rows(s),
+            .count = s.tokens.keys,
+            .partition = &plan_.partition,
+            .codes = slot.codes,
+            .iterations = iterations,
+            .sample = warm ? s.tokens.keys : effective_sample(settings, s.tokens.keys, slot.codes),
+            .warm = warm,
+            .seed = settings.seed,
+            .codebooks = at_.codebooks + i * plan_.codes * shape.dim,
+            .labels = at_.codes + i * subspaces * shape.k_tokens,
+            .empty = at_.empty + i * subspaces,
+            .status = at_.status,
+            .scratch = at_.scratch};
+      }
+      backend_.encode(exec_, {encode.data(), static_cast<size_t>(n)});
     }
-    if (args_.state != nullptr) StateView(plan_, args_.state, s.index).store(h, n, at_.centroids, at_.codebooks);
+    mark(Moment::other);
+    if (args_.state != nullptr) move_state(s, h, n, false);
   }
 
   // score, select, attend.
-  void sparse_head(const Sample& s, int64_t h, const StateSlot& n) {
+  void sparse_heads(const Sample& s, int64_t h, int64_t n, const StateSlot& slot) {
     const Settings& settings = plan_.settings;
-    const int64_t words = mask_words(plan_.shape.k_tokens);
+    const Shape& shape = plan_.shape;
+    const int64_t words = mask_words(shape.k_tokens);
     const auto subspaces = static_cast<int64_t>(plan_.partition.size());
-    Proxy proxy{.kind = settings.proxy,
-                .groups = n.groups,
-                .count = s.keys,
-                .scale = scale_,
-                .centroids = at_.centroids,
-                .k = args_.k.head(s.index, h),
-                .rows = at_.k_rows};
-    if (settings.proxy == ProxyKind::codes) {
-      const Timer timer(stats_.score);
-      proxy.subspaces = subspaces;
-      proxy.codes = n.codes;
-      proxy.tables = at_.tables;
-      proxy.labels = at_.codes;
-      const ScoreArgs score{.centroids = at_.centroids,
-                            .groups = n.groups,
-                            .dim = plan_.shape.dim,
-                            .partition = &plan_.partition,
-                            .codebooks = at_.codebooks,
-                            .codes = n.codes,
-                            .scale = scale_,
-                            .tables = at_.tables};
-      plan_.backend->score(exec_, {&score, 1});
-    }
-    HeadStats head{.queries = s.queries, .keys = s.keys, .groups = n.groups, .codes = n.codes};
-    const TailArgs tail{args_.v.head(s.index, h), at_.tail_k, at_.tail_v, at_.tail_bias};
-    {
-      const Timer timer(stats_.select);
-      const SelectArgs select{.proxy = proxy,
-                              .sizes = at_.sizes,
-                              .rule = settings.rule,
-                              .rho = settings.rho,
-                              .alpha = settings.alpha,
-                              .density = settings.density,
-                              .counts = at_.counts,
-                              .top_p = at_.top_p,
-                              .head_budget = &head.head_budget,
-                              .rho_used = &head.rho,
-                              .alpha_used = &head.alpha,
-                              .mask = at_.mask,
-                              .tail = settings.tail == Tail::none ? nullptr : &tail,
-                              .scratch = at_.scratch};
-      plan_.backend->select(exec_, {&select, 1});
-    }
-    // The unused groups of a short sample, then the densely attending queries as the last group.
-    const int64_t groups = plan_.selection_groups;
-    std::fill(at_.sizes + n.groups, at_.sizes + groups, 0);
-    std::fill(at_.counts + n.groups, at_.counts + groups, 0);
-    std::fill(at_.mask + n.groups * words, at_.mask + groups * words, 0u);
-    for (int64_t c = n.groups; c < groups; ++c) at_.offsets[c + 1] = at_.offsets[n.groups];
-    if (s.dense > 0) add_dense_group(s, groups - 1);
-    int64_t idle = s.queries + s.dense;
-    for (int64_t i = s.valid_q; i < plan_.shape.q_tokens; ++i) at_.order[idle++] = static_cast<int32_t>(i);
-    report(s, h, head, groups);
-    write_selection(s, h, n, groups);
-    if (args_.out.data != nullptr) attend(s, h, groups, at_.mask, settings.tail != Tail::none);
-  }
-
-  void add_dense_group(const Sample& s, int64_t group) {
-    const int64_t words = mask_words(plan_.shape.k_tokens), q_words = mask_words(plan_.shape.q_tokens);
-    int64_t at = s.queries;
-    for (int64_t i = 0; i < s.valid_q; ++i) {
-      if (!mask_bit(args_.dense_queries + s.index * q_words, i)) continue;
-      at_.order[at++] = static_cast<int32_t>(i);
-      at_.labels[i] = static_cast<int32_t>(group);
-    }
-    at_.offsets[group + 1] = at;
-    at_.sizes[group] = static_cast<int32_t>(s.dense);
-    at_.counts[group] = static_cast<int32_t>(s.keys);
-    std::copy_n(at_.valid, words, at_.mask + group * words);
-  }
-
-  // One group with every valid query and a full row.
-  void dense_head(const Sample& s, int64_t h) {
-    const int64_t head = s.index * plan_.shape.heads + h;
-    std::iota(at_.order, at_.order + plan_.shape.q_tokens, 0);
-    at_.offsets[0] = 0;
-    at_.offsets[1] = s.valid_q;
-    stats_.total_density += 1;
-    if (args_.head_stats != nullptr) {
-      args_.head_stats[head] = {.density = 1, .total_density = 1, .queries = s.queries, .keys = s.keys};
-    }
-    clear_selection(head);
-    if (sparse()) write_dense_selection(s, head);
-    if (args_.out.data != nullptr) attend(s, h, 1, at_.valid, false);
-  }
-
-  void attend(const Sample& s, int64_t h, int64_t groups, const uint32_t* mask, bool with_tail) {
-    const Timer timer(stats_.attend);
-    AttendArgs attend{.q = args_.q.head(s.index, h),
-                      .k = args_.k.head(s.index, h),
-                      .v = args_.v.head(s.index, h),
-                      .scale = scale_,
-                      .groups = groups,
-                      .order = at_.order,
-                      .offsets = at_.offsets,
-                      .mask = mask,
-                      .keep = at_.keep,
-                      .extra = {},
-                      .out = args_.out.head(s.index, h),
-                      .scratch = at_.scratch};
-    if (args_.lse != nullptr) attend.lse = args_.lse + (s.index * plan_.shape.heads + h) * plan_.shape.q_tokens;
-    if (with_tail) {
-      // Group c sees virtual key c, unless it dropped nothing.
-      const int64_t count = plan_.groups, words = mask_words(count);
-      std::fill_n(at_.tail_mask, (count + 1) * words, 0u);
-      for (int64_t c = 0; c < count; ++c) {
-        if (at_.sizes[c] > 0 && std::isfinite(at_.tail_bias[c])) set_mask_bit(at_.tail_mask + c * words, c);
+    const bool codes = settings.proxy == ProxyKind::codes, tail = settings.tail != Tail::none;
+    HeadStats* report = at_.report + s.index * heads_ + h;
+    if (codes) {
+      mark(Moment::score);
+      std::array<ScoreArgs, kMostChunk> score;
+      for (int64_t i = 0; i < n; ++i) {
+        score[static_cast<size_t>(i)] = {.centroids = at_.centroids + i * plan_.groups * shape.dim,
+                                         .groups = slot.groups,
+                                         .dim = shape.dim,
+                                         .partition = &plan_.partition,
+                                         .codebooks = at_.codebooks + i * plan_.codes * shape.dim,
+                                         .codes = slot.codes,
+                                         .scale = scale_,
+                                         .tables = at_.tables + i * plan_.groups * subspaces * plan_.codes};
       }
-      attend.extra = {count, at_.tail_k, at_.tail_v, at_.tail_bias, at_.tail_mask};
+      backend_.score(exec_, {score.data(), static_cast<size_t>(n)});
     }
-    plan_.backend->attend(exec_, {&attend, 1});
-  }
-
-  void report(const Sample& s, int64_t h, HeadStats& head, int64_t groups) {
-    double pairs = 0, total = 0;
-    head.min_count = s.keys;
-    for (int64_t c = 0; c < groups; ++c) {
-      const double size = at_.sizes[c];
-      total += size * static_cast<double>(at_.counts[c] + s.kept);
-      if (c >= head.groups) continue;
-      if (at_.sizes[c] == 0) {
-        ++head.empty_groups;
-        continue;
+    mark(Moment::select);
+    std::array<SelectArgs, kMostChunk> select;
+    std::array<TailArgs, kMostChunk> tails;
+    for (int64_t i = 0; i < n; ++i) {
+      const auto at = static_cast<size_t>(i);
+      if (tail) {
+        tails[at] = {args_.v.head(s.index, h + i), at_.tail_k + i * plan_.groups * shape.dim,
+                     at_.tail_v + i * plan_.groups * shape.dim, at_.tail_bias + i * plan_.groups};
       }
-      pairs += size * at_.counts[c];
-      head.min_count = std::min<int64_t>(head.min_count, at_.counts[c]);
-      head.max_count = std::max<int64_t>(head.max_count, at_.counts[c]);
+      Proxy proxy{.kind = settings.proxy,
+                  .groups = slot.groups,
+                  .count = s.tokens.keys,
+                  .scale = scale_,
+                  .centroids = at_.centroids + i * plan_.groups * shape.dim,
+                  .k = args_.k.head(s.index, h + i),
+                  .rows = k_rows(s)};
+      if (codes) {
+        proxy.subspaces = subspaces;
+        proxy.codes = slot.codes;
+        proxy.tables = at_.tables + i * plan_.groups * subspaces * plan_.codes;
+        proxy.labels = at_.codes + i * subspaces * shape.k_tokens;
+      }
+      select[at] = {.proxy = proxy,
+                    .sizes = at_.sizes + i * (plan_.groups + 1),
+                    .rule = settings.rule,
+                    .rho = settings.rho,
+                    .alpha = settings.alpha,
+                    .density = settings.density,
+                    .counts = at_.counts + i * (plan_.groups + 1),
+                    .top_p = at_.top_p + i * (plan_.groups + 1),
+                    .head_budget = &report[i].head_budget,
+                    .rho_used = &report[i].rho,
+                    .alpha_used = &report[i].alpha,
+                    .mask = at_.mask + i * (plan_.groups + 1) * words,
+                    .tail = tail ? &tails[at] : nullptr,
+                    .scratch = at_.scratch};
     }
-    if (head.codes > 0) head.empty_codes = std::accumulate(at_.empty, at_.empty + plan_.partition.size(), int64_t{0});
-    head.density = pairs / (static_cast<double>(s.queries) * static_cast<double>(s.keys));
-    head.total_density = total / (static_cast<double>(s.valid_q) * static_cast<double>(s.valid_k));
-    ++selecting_heads_;
-    stats_.density += head.density;
-    stats_.total_density += head.total_density;
-    if (args_.head_stats != nullptr) args_.head_stats[s.index * plan_.shape.heads + h] = head;
+    backend_.select(exec_, {select.data(), static_cast<size_t>(n)});
+    mark(Moment::other);
+    backend_.finish(exec_, {.tokens = s.tokens,
+                            .heads = n,
+                            .groups = slot.groups,
+                            .all_groups = plan_.selection_groups,
+                            .row_groups = plan_.groups + 1,
+                            .subspaces = subspaces,
+                            .codes = slot.codes,
+                            .q_rows = at_.q_rows,
+                            .valid = at_.valid,
+                            .labels = at_.labels,
+                            .sizes = at_.sizes,
+                            .counts = at_.counts,
+                            .order = at_.order,
+                            .offsets = at_.offsets,
+                            .mask = at_.mask,
+                            .empty = at_.empty,
+                            .tail_groups = tail ? plan_.groups : 0,
+                            .tail_bias = at_.tail_bias,
+                            .tail_mask = at_.tail_mask,
+                            .report = report});
+    write_selection(s, h, n, slot);
+    if (args_.out.data != nullptr) attend(s, h, n, plan_.selection_groups, s.tokens.kept > 0, tail);
   }
 
-  void write_selection(const Sample& s, int64_t h, const StateSlot& n, int64_t groups) {
+  // One group with every valid query and every valid key.
+  void dense_heads(const Sample& s, int64_t h, int64_t n) {
+    mark(Moment::other);
+    clear_selection(s, h, n);
+    if (sparse()) write_dense_selection(s, h, n);
+    if (args_.out.data != nullptr) attend(s, h, n, 0, false, false);
+  }
+
+  void report_dense(const Sample& s) {
+    backend_.finish(exec_, {.tokens = s.tokens, .heads = heads_, .report = at_.report + s.index * heads_});
+  }
+
+  // groups == 0: dense.
+  void attend(const Sample& s, int64_t h, int64_t n, int64_t groups, bool keeps, bool with_tail) {
+    mark(Moment::attend);
+    const Shape& shape = plan_.shape;
+    const int64_t row_groups = plan_.groups + 1, words = mask_words(shape.k_tokens);
+    std::array<AttendArgs, kMostChunk> attend;
+    for (int64_t i = 0; i < n; ++i) {
+      AttendArgs& args = attend[static_cast<size_t>(i)];
+      args = {.q = args_.q.head(s.index, h + i),
+              .k = args_.k.head(s.index, h + i),
+              .v = args_.v.head(s.index, h + i),
+              .scale = scale_,
+              .groups = std::max<int64_t>(groups, 1),
+              .extra = {},
+              .out = args_.out.head(s.index, h + i),
+              .scratch = at_.scratch};
+      if (args_.lse != nullptr) args.lse = args_.lse + (s.index * heads_ + h + i) * shape.q_tokens;
+      if (groups > 0) {
+        args.order = at_.order + i * shape.q_tokens;
+        args.offsets = at_.offsets + i * (row_groups + 1);
+        args.mask = at_.mask + i * row_groups * words;
+        if (keeps) args.keep = at_.keep;
+      } else {
+        args.k.tokens = args.v.tokens = s.tokens.valid_k;
+        if (s.tokens.valid_q < shape.q_tokens) {
+          args.order = at_.q_rows;
+          args.offsets = at_.all_queries;
+        }
+      }
+      if (with_tail) {
+        args.extra = {plan_.groups, at_.tail_k + i * plan_.groups * shape.dim, at_.tail_v + i * plan_.groups * shape.dim,
+                      at_.tail_bias + i * plan_.groups, at_.tail_mask + i * row_groups * mask_words(plan_.groups)};
+      }
+    }
+    backend_.attend(exec_, {attend.data(), static_cast<size_t>(n)});
+  }
+
+  // The workspace's heads, `room` words each, into the selection's, `wide` words each.
+  void copy_rows(const void* from, int64_t room, void* to, int64_t wide, int64_t head, int64_t n) {
+    if (to != nullptr) backend_.copy(exec_, from, room, static_cast<uint32_t*>(to) + head * wide, wide, wide, n);
+  }
+  // Words [first, first + count) of each of the selection's heads.
+  void fill_rows(void* to, int64_t wide, int64_t first, int64_t count, int32_t value, int64_t head, int64_t n) {
+    if (to == nullptr || count == 0) return;
+    backend_.fill(exec_, static_cast<uint32_t*>(to) + head * wide + first, wide, static_cast<uint32_t>(value), count, n);
+  }
+
+  void write_selection(const Sample& s, int64_t h, int64_t n, const StateSlot& slot) {
     const SelectionOut& to = args_.selection;
     const Shape& shape = plan_.shape;
-    const int64_t head = s.index * shape.heads + h, words = mask_words(shape.k_tokens);
-    if (to.labels != nullptr) std::copy_n(at_.labels, shape.q_tokens, to.labels + head * shape.q_tokens);
-    if (to.sizes != nullptr) std::copy_n(at_.sizes, groups, to.sizes + head * groups);
-    if (to.counts != nullptr) std::copy_n(at_.counts, groups, to.counts + head * groups);
-    if (to.mask != nullptr) std::copy_n(at_.mask, groups * words, to.mask + head * groups * words);
-    if (to.centroids != nullptr) {
-      float* centroids = to.centroids + head * plan_.groups * shape.dim;
-      std::fill_n(std::copy_n(at_.centroids, n.groups * shape.dim, centroids), (plan_.groups - n.groups) * shape.dim, 0.0f);
-    }
-    const int64_t heads = shape.batch * shape.heads;
+    const int64_t head = s.index * heads_ + h, words = mask_words(shape.k_tokens), groups = plan_.selection_groups;
+    const int64_t row_groups = plan_.groups + 1, all_heads = shape.batch * heads_;
+    copy_rows(at_.labels, shape.q_tokens, to.labels, shape.q_tokens, head, n);
+    copy_rows(at_.sizes, row_groups, to.sizes, groups, head, n);
+    copy_rows(at_.counts, row_groups, to.counts, groups, head, n);
+    copy_rows(at_.mask, row_groups * words, to.mask, groups * words, head, n);
+    const int64_t width = plan_.groups * shape.dim, used = slot.groups * shape.dim;
+    copy_rows(at_.centroids, width, to.centroids, width, head, n);
+    fill_rows(to.centroids, width, used, width - used, 0, head, n);
     int64_t from = 0, base = 0;
     for (size_t m = 0; m < plan_.partition.size(); ++m) {
       const auto depth = static_cast<int64_t>(plan_.partition[m].size());
       if (to.codebooks != nullptr) {
-        float* book = to.codebooks + base + head * plan_.codes * depth;
-        std::fill_n(std::copy_n(at_.codebooks + from, n.codes * depth, book), (plan_.codes - n.codes) * depth, 0.0f);
+        const int64_t wide = plan_.codes * depth, filled = slot.codes * depth;
+        fill_rows(to.codebooks + base, wide, filled, wide - filled, 0, head, n);
+        backend_.copy(exec_, at_.codebooks + from, plan_.codes * shape.dim, to.codebooks + base + head * wide, wide, filled,
+                      n);
       }
-      from += n.codes * depth;
-      base += heads * plan_.codes * depth;
+      from += slot.codes * depth;
+      base += all_heads * plan_.codes * depth;
       if (to.codes == nullptr) continue;
-      int32_t* codes = to.codes + (static_cast<int64_t>(m) * heads + head) * shape.k_tokens;
-      std::fill_n(codes, shape.k_tokens, -1);
-      for (int64_t j = 0; j < s.keys; ++j) codes[at_.k_rows[j]] = at_.codes[static_cast<int64_t>(m) * s.keys + j];
+      const auto index = static_cast<int64_t>(m);
+      int32_t* codes = to.codes + (index * all_heads + head) * shape.k_tokens;
+      backend_.fill(exec_, codes, 0, ~0u, n * shape.k_tokens, 1);
+      backend_.scatter(exec_, at_.codes + index * s.tokens.keys,
+                       static_cast<int64_t>(plan_.partition.size()) * shape.k_tokens, k_rows(s), s.tokens.keys, codes,
+                       shape.k_tokens, n);
     }
   }
 
   // A sample without anything to select from attends densely: all its queries are the last group.
-  void write_dense_selection(const Sample& s, int64_t head) {
+  void write_dense_selection(const Sample& s, int64_t h, int64_t n) {
     const SelectionOut& to = args_.selection;
-    const int64_t groups = plan_.selection_groups, words = mask_words(plan_.shape.k_tokens),
-                  last = head * groups + groups - 1;
+    const int64_t groups = plan_.selection_groups, last = groups - 1, head = s.index * heads_ + h;
+    const int64_t words = mask_words(plan_.shape.k_tokens);
     if (groups == 0) return;
-    if (to.labels != nullptr)
-      std::fill_n(to.labels + head * plan_.shape.q_tokens, s.valid_q, static_cast<int32_t>(groups - 1));
-    if (to.sizes != nullptr) to.sizes[last] = static_cast<int32_t>(s.valid_q);
-    if (to.counts != nullptr) to.counts[last] = static_cast<int32_t>(s.keys);
-    if (to.mask != nullptr) std::copy_n(at_.valid, words, to.mask + last * words);
+    fill_rows(to.labels, plan_.shape.q_tokens, 0, s.tokens.valid_q, static_cast<int32_t>(last), head, n);
+    fill_rows(to.sizes, groups, last, 1, static_cast<int32_t>(s.tokens.valid_q), head, n);
+    fill_rows(to.counts, groups, last, 1, static_cast<int32_t>(s.tokens.keys), head, n);
+    if (to.mask == nullptr) return;
+    backend_.copy(exec_, at_.valid, 0, to.mask + (head * groups + last) * words, groups * words, words, n);
   }
 
   // A call that ran dense by its schedule selected nothing.
-  void clear_selection(int64_t head) {
+  void clear_selection(const Sample& s, int64_t h, int64_t n) {
     const SelectionOut& to = args_.selection;
     const Shape& shape = plan_.shape;
-    const int64_t groups = plan_.selection_groups, words = mask_words(shape.k_tokens);
-    if (to.labels != nullptr) std::fill_n(to.labels + head * shape.q_tokens, shape.q_tokens, -1);
-    if (to.sizes != nullptr) std::fill_n(to.sizes + head * groups, groups, 0);
-    if (to.counts != nullptr) std::fill_n(to.counts + head * groups, groups, 0);
-    if (to.mask != nullptr) std::fill_n(to.mask + head * groups * words, groups * words, 0u);
-    if (to.centroids != nullptr) std::fill_n(to.centroids + head * plan_.groups * shape.dim, plan_.groups * shape.dim, 0.0f);
-    const int64_t heads = shape.batch * shape.heads;
+    const int64_t groups = plan_.selection_groups, words = mask_words(shape.k_tokens), head = s.index * heads_ + h;
+    const int64_t all_heads = shape.batch * heads_;
+    const auto clear = [&](void* rows, int64_t wide, int32_t value) { fill_rows(rows, wide, 0, wide, value, head, n); };
+    clear(to.labels, shape.q_tokens, -1);
+    clear(to.sizes, groups, 0);
+    clear(to.counts, groups, 0);
+    clear(to.mask, groups * words, 0);
+    clear(to.centroids, plan_.groups * shape.dim, 0);
     int64_t base = 0;
     for (size_t m = 0; m < plan_.partition.size(); ++m) {
       const auto depth = static_cast<int64_t>(plan_.partition[m].size());
-      if (to.codebooks != nullptr) std::fill_n(to.codebooks + base + head * plan_.codes * depth, plan_.codes * depth, 0.0f);
-      base += heads * plan_.codes * depth;
-      if (to.codes != nullptr) {
-        std::fill_n(to.codes + (static_cast<int64_t>(m) * heads + head) * shape.k_tokens, shape.k_tokens, -1);
-      }
+      if (to.codebooks != nullptr) clear(to.codebooks + base, plan_.codes * depth, 0);
+      base += all_heads * plan_.codes * depth;
+      if (to.codes != nullptr) clear(to.codes + static_cast<int64_t>(m) * all_heads * shape.k_tokens, shape.k_tokens, -1);
     }
   }
 
   const Plan& plan_;
   const CallArgs& args_;
-  const Exec& exec_;
+  const Backend& backend_;
+  Exec exec_;
   Workspace at_;
+  int64_t heads_;
   CallStats stats_;
-  int64_t selecting_heads_ = 0;
+  bool selected_ = false;
   float scale_ = 0;
+  std::chrono::steady_clock::time_point start_, since_;
+  Moment moment_ = Moment::end;
+  double seconds_[kMoments] = {};
 };
 
 }  // namespace
@@ -523,9 +672,36 @@ void call(const Plan& plan, const CallArgs& args) {
           "out: got null, and tail first_order needs v and out");
   if (args.state != nullptr) {
     require(!plan.settings.dense, Status::invalid_argument, "state: got one, and method dense keeps none");
-    check_state(plan, args.state);
+    if (plan.exec.device == nullptr) check_state(plan, args.state);
   }
   Call(plan, args).run();
+}
+
+void read_stats(const Plan& plan, const CallArgs& args) {
+  const Workspace at = plan.layout(args.workspace, args.workspace_bytes);
+  const int64_t heads = plan.shape.batch * plan.shape.heads;
+  if (plan.exec.device == nullptr) {
+    if (args.head_stats != nullptr) std::copy_n(at.report, heads, args.head_stats);
+    return;
+  }
+  Exec exec = plan.exec;
+  exec.stream = args.stream;
+  exec.call = args.workspace;
+  const DeviceScope scope(plan, exec);
+  uint32_t status = 0;
+  std::vector<HeadStats> report(static_cast<size_t>(heads));
+  plan.backend->read(exec, at.status, &status, sizeof status);
+  plan.backend->read(exec, at.report, report.data(), heads * static_cast<int64_t>(sizeof(HeadStats)));
+  if (args.stats != nullptr) {
+    set_densities(report.data(), heads, *args.stats);
+    double seconds[kMoments];
+    if (plan.backend->times(exec, seconds)) set_times(seconds, *args.stats);
+  }
+  if (args.head_stats != nullptr) std::copy_n(report.data(), heads, args.head_stats);
+  require((status & kStateNotStarted) == 0, Status::invalid_argument,
+          "state: a warm call found one that no first call of this shape has filled; its output means nothing");
+  require((status & kNotFinite) == 0 || !plan.settings.check_finite, Status::non_finite,
+          "q or k: NaN or Inf among the valid tokens; such rows were left out of the clusters");
 }
 
 void attend_selected(const Plan& plan, const CallArgs& args, const SelectedArgs& selected) {
@@ -533,6 +709,10 @@ void attend_selected(const Plan& plan, const CallArgs& args, const SelectedArgs&
   require(!plan.settings.dense, Status::invalid_argument, "plan: method dense has no selection");
   require(selected.labels != nullptr && selected.mask != nullptr, Status::invalid_argument,
           "selection: labels and mask are needed, got null");
+  if (plan.exec.device != nullptr) {  // what is in device memory cannot be refused: it is dropped, see ImportArgs
+    Call(plan, args).run_selected(selected);
+    return;
+  }
   const Shape& shape = plan.shape;
   const int64_t heads = shape.batch * shape.heads, words = mask_words(shape.k_tokens);
   for (int64_t i = 0; i < heads * shape.q_tokens; ++i) {

@@ -7,23 +7,16 @@
 
 namespace scope {
 
-struct HeadStats {
-  double density = 0;             // sum n_c r_c / (queries x keys) over the tokens that take part in selection; 1 when dense
-  double total_density = 0;       // with always-kept keys and densely attending queries, over all valid pairs
-  double rho = 0, alpha = 0;      // as used
-  int64_t head_budget = 0;        // k_head
-  int64_t queries = 0, keys = 0;  // that take part in selection
-  int64_t groups = 0, codes = 0;  // effective
-  int64_t empty_groups = 0, empty_codes = 0;
-  int64_t min_count = 0, max_count = 0;  // of r_c over non-empty groups
-};
+// Where K-means starts. The CPU reads the state (automatic); a GPU call cannot wait for that, so the host must say.
+enum class Start : int { automatic = 0, first = 1, warm = 2 };
 
 struct CallStats {
   Reason reason = Reason::sparse;
   bool warm = false;            // every sample started from its state
   int iterations = 0;           // K-means iterations run; 0: none
-  const char* arithmetic = "";  // of attend: f32 or bf16
-  const char* instruction_set = "";
+  const char* arithmetic = "";  // of attend: f32, bf16 or f16
+  const char* kernel = "";      // of attend: avx512, avx2, portable; wgmma or portable on a GPU
+  // The rest is NaN after a call on a GPU, until read_stats.
   double density = 0;  // mean over heads
   double total_density = 0;
   // Seconds
@@ -52,6 +45,8 @@ struct CallArgs {
   const uint32_t* dense_queries = nullptr;  // [batch, mask_words(q_tokens)] queries that see every valid key
   Place place;
   void* state = nullptr;  // plan.state_bytes, initialised; null: every call is a first call
+  Start start = Start::automatic;
+  void* stream = nullptr;  // GPU: the cudaStream_t of everything this call does
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
   SelectionOut selection;
@@ -59,8 +54,13 @@ struct CallArgs {
   HeadStats* head_stats = nullptr;  // [batch, heads]
 };
 
-// Throws before anything is written when an argument is wrong.
+// Throws before anything is written when an argument is wrong. On a GPU every tensor, the state, the workspace, lse and the
+// selection are device memory, lengths and bitmasks are the host's, the call returns before the work is done, and
+// head_stats must be null.
 void call(const Plan& plan, const CallArgs& args);
+// What the last call with this workspace found: waits for args.stream, completes *args.stats and fills args.head_stats.
+// Throws Status::non_finite or invalid_argument (state) where the call could not.
+void read_stats(const Plan& plan, const CallArgs& args);
 
 // attend alone, on a selection in the public format (labels, mask, keep); mask rows: plan.selection_groups.
 struct SelectedArgs {

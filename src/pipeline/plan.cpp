@@ -5,6 +5,8 @@
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
+#include "cuda/clock.h"
+#include "cuda/device.h"
 #include "methods/partition.h"
 #include "pipeline/state.h"
 
@@ -42,12 +44,15 @@ void check_shape(const Shape& shape) {
 
 }  // namespace
 
-Context::Context(int threads, std::string_view instruction_set) : pool_(checked_threads(threads)) {
+Context::Context(int threads, std::string_view instruction_set)
+    : backend_(cpu_backend()), pool_(std::make_unique<ThreadPool>(checked_threads(threads))) {
   std::string names = "auto";
   for (const auto& set : cpu::instruction_sets()) {
     names += fmt::format(", {}", set.name);
     if (exec_.kernels == nullptr && (instruction_set == "auto" || instruction_set == set.name)) {
-      exec_ = {&pool_, set.kernels, set.attend, nullptr};
+      exec_.pool = pool_.get();
+      exec_.kernels = set.kernels;
+      exec_.attend_kernels = set.attend;
       instruction_set_ = set.name;
     }
   }
@@ -56,9 +61,44 @@ Context::Context(int threads, std::string_view instruction_set) : pool_(checked_
   if (instruction_set_ == "avx512") exec_.attend_kernels_bf16 = cpu::bf16_dot_kernels();
 }
 
+Context Context::on_gpu(int index, int threads) {
+  require(cuda::built(), Status::unsupported, "backend: this build has no CUDA");
+  const auto found = cuda::devices();
+  require(!found.empty(), Status::unsupported, "backend: there is no GPU, or no driver for it");
+  require(index >= 0 && index < static_cast<int>(found.size()), Status::invalid_argument, "device: got {}, expected 0..{}",
+          index, found.size() - 1);
+  const cuda::Device& device = found[static_cast<size_t>(index)];
+  require(device.major >= 8, Status::unsupported, "device: {} is sm_{}{}, expected sm_80 or later", device.name,
+          device.major, device.minor);
+  Context context(threads);
+  context.backend_ = cuda_backend();
+  context.device_ = std::make_shared<const cuda::Device>(device);
+  context.clock_ = cuda::make_clock(device.index);
+  context.exec_.device = context.device_.get();
+  context.exec_.clock = context.clock_.get();
+  context.instruction_set_ = fmt::format("sm_{}{}", device.major, device.minor);
+  return context;
+}
+
+void Plan::check_device() const {
+  const cuda::Device* device = context.device();
+  if (device == nullptr) {
+    require(settings.kernel == KernelChoice::automatic, Status::unsupported,
+            "kernel: {} is a CUDA kernel, and this context runs on the CPU", get_setting(settings, "kernel"));
+    return;
+  }
+  require(shape.dtype != DType::f32, Status::unsupported, "dtype: got f32, CUDA takes f16 and bf16");
+  require(shape.dim <= 128 && shape.dim % 8 == 0, Status::unsupported, "dim: got {}, CUDA takes multiples of 8 up to 128",
+          shape.dim);
+  require(settings.kernel != KernelChoice::wgmma || device->major == 9, Status::unsupported,
+          "kernel: wgmma needs sm_90, {} is sm_{}{}", device->name, device->major, device->minor);
+}
+
 Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shape_)
-    : context(context_), settings(settings_), shape(shape_), backend(cpu_backend()) {
+    : context(context_), settings(settings_), shape(shape_), backend(&context_.backend()), exec(context_.exec()) {
   check_shape(shape);
+  check_device();
+  exec.wgmma = exec.device != nullptr && exec.device->major == 9 && settings.kernel != KernelChoice::portable;
   if (!shape.subspaces.empty()) check_partition(shape.subspaces, shape.dim);
   if (!shape.rope.empty())
     make_partition("rope", shape.dim, shape.rope, 0);  // refuses ranges that do not cover the channels
@@ -73,38 +113,52 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
     }
     state_bytes = StateLayout(*this).bytes;
   }
-  Arena arena;
-  cut(arena);
-  workspace_bytes = checked_add(arena.used(), Arena::kAlignment, "workspace bytes");
+  const auto bytes = [&](int64_t heads) {
+    Arena arena;
+    cut(arena, heads);
+    return checked_add(arena.used(), Arena::kAlignment, "workspace bytes");
+  };
+  if (exec.device != nullptr) {
+    // As few chunks as fit the limit, and these of equal size.
+    const int64_t limit = settings.workspace_limit << 20, one = bytes(1), most = std::min(shape.heads, kMostChunk);
+    require(one <= limit, Status::invalid_argument, "workspace_limit: got {} MiB, one head needs {} MiB",
+            settings.workspace_limit, ceil_div(one, 1 << 20));
+    chunk = most;
+    while (chunk > 1 && bytes(chunk) > limit) --chunk;
+    chunk = ceil_div(shape.heads, ceil_div(shape.heads, chunk));
+  }
+  workspace_bytes = bytes(chunk);
 }
 
-Workspace Plan::cut(Arena& arena) const {
-  const Exec& exec = context.exec();
+Workspace Plan::cut(Arena& arena, int64_t n) const {
   const int64_t words = mask_words(shape.k_tokens), dim = shape.dim;
   const auto subspaces = static_cast<int64_t>(partition.size());
   const bool tail = settings.tail != Tail::none && !settings.dense;
   Workspace at{};
+  at.status = arena.take<uint32_t>(1);
+  at.report = arena.take<HeadStats>(shape.batch * shape.heads);
+  at.all_queries = arena.take<int64_t>(2);
   at.q_rows = arena.take<int32_t>(shape.q_tokens);
   at.k_rows = arena.take<int32_t>(shape.k_tokens);
   at.valid = arena.take<uint32_t>(words);
   at.keep = arena.take<uint32_t>(words);
-  at.labels = arena.take<int32_t>(shape.q_tokens);
-  at.sizes = arena.take<int32_t>(groups + 1);
-  at.counts = arena.take<int32_t>(groups + 1);
-  at.top_p = arena.take<int32_t>(groups + 1);
-  at.order = arena.take<int32_t>(shape.q_tokens);
-  at.offsets = arena.take<int64_t>(groups + 2);
-  at.centroids = arena.take<float>(groups * dim);
-  at.codebooks = arena.take<float>(codes * dim);
-  at.codes = arena.take<int32_t>(subspaces * shape.k_tokens);
-  at.empty = arena.take<int64_t>(subspaces);
-  at.tables = arena.take<float>(groups * subspaces * codes);
-  at.mask = arena.take<uint32_t>((groups + 1) * words);
+  at.labels = arena.take<int32_t>(n * shape.q_tokens);
+  at.sizes = arena.take<int32_t>(n * (groups + 1));
+  at.counts = arena.take<int32_t>(n * (groups + 1));
+  at.top_p = arena.take<int32_t>(n * (groups + 1));
+  at.order = arena.take<int32_t>(n * shape.q_tokens);
+  at.offsets = arena.take<int64_t>(n * (groups + 2));
+  at.centroids = arena.take<float>(n * groups * dim);
+  at.codebooks = arena.take<float>(n * codes * dim);
+  at.codes = arena.take<int32_t>(n * subspaces * shape.k_tokens);
+  at.empty = arena.take<int64_t>(n * subspaces);
+  at.tables = arena.take<float>(n * groups * subspaces * codes);
+  at.mask = arena.take<uint32_t>(n * (groups + 1) * words);
   if (tail) {
-    at.tail_k = arena.take<float>(groups * dim);
-    at.tail_v = arena.take<float>(groups * dim);
-    at.tail_bias = arena.take<float>(groups);
-    at.tail_mask = arena.take<uint32_t>((groups + 1) * mask_words(groups));
+    at.tail_k = arena.take<float>(n * groups * dim);
+    at.tail_v = arena.take<float>(n * groups * dim);
+    at.tail_bias = arena.take<float>(n * groups);
+    at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(groups));
   }
   at.scratch.bytes = backend->attend_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups + 1);
   if (!settings.dense) {
@@ -112,6 +166,7 @@ Workspace Plan::cut(Arena& arena) const {
                                  backend->encode_scratch(exec, shape.k_tokens, dim, codes),
                                  backend->select_scratch(exec, shape.k_tokens, dim, groups)});
   }
+  at.scratch.bytes *= n;
   at.scratch.data = arena.take<std::byte>(at.scratch.bytes);
   return at;
 }
@@ -124,7 +179,7 @@ Workspace Plan::layout(void* memory, int64_t bytes) const {
   const auto shift = static_cast<int64_t>(round_up(static_cast<int64_t>(address % Arena::kAlignment), Arena::kAlignment)) -
                      static_cast<int64_t>(address % Arena::kAlignment);
   Arena arena(static_cast<std::byte*>(memory) + shift, bytes - shift);
-  return cut(arena);
+  return cut(arena, chunk);
 }
 
 }  // namespace scope

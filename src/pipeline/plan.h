@@ -11,17 +11,27 @@
 
 namespace scope {
 
-// Threads and instruction set; one per host thread that calls, or shared by plans that are not used at the same time.
+// What calls run on: threads and an instruction set, or a GPU. One per host thread that calls, or shared by plans that are
+// not used at the same time.
 class Context {
  public:
   // threads: 0 = one per core. instruction_set: "auto", "avx512", "avx2" or "portable".
   explicit Context(int threads = 0, std::string_view instruction_set = "auto");
+  // A GPU by its index. Host work around it (reading files, measuring) still gets `threads`.
+  static Context on_gpu(int index, int threads = 0);
+
+  const Backend& backend() const { return *backend_; }
   const Exec& exec() const { return exec_; }
-  int threads() const { return pool_.threads(); }
+  int threads() const { return pool_->threads(); }
+  // avx512, avx2 or portable; sm_90 and the like on a GPU.
   const std::string& instruction_set() const { return instruction_set_; }
+  const cuda::Device* device() const { return exec_.device; }
 
  private:
-  ThreadPool pool_;
+  const Backend* backend_;
+  std::unique_ptr<ThreadPool> pool_;
+  std::shared_ptr<const cuda::Device> device_;
+  std::shared_ptr<cuda::Clock> clock_;
   Exec exec_;
   std::string instruction_set_;
 };
@@ -36,11 +46,15 @@ struct Shape {
   bool dense_queries = false;  // calls may name queries that attend densely: the selection gets one more group
 };
 
-// Pointers into the workspace of one call, for one head at a time.
+// Pointers into the workspace of one call, for `chunk` heads at a time; shapes are those of one head, and the heads of a
+// chunk lie one after the other.
 struct Workspace {
-  int32_t *q_rows, *k_rows;            // [q_tokens], [k_tokens] tokens that take part in selection
-  uint32_t* valid;                     // [mask_words(k_tokens)] valid keys that are not always kept
-  uint32_t* keep;                      // [mask_words(k_tokens)] valid keys that are always kept
+  uint32_t* status;                    // [1] of the call: kNotFinite, kStateNotStarted
+  HeadStats* report;                   // [batch, heads] of the call
+  int64_t* all_queries;                // [2] 0, valid queries: one group of them all
+  int32_t *q_rows, *k_rows;            // of the sample: see DescribeArgs
+  uint32_t* valid;                     // of the sample
+  uint32_t* keep;                      // of the sample
   int32_t* labels;                     // [q_tokens]
   int32_t *sizes, *counts, *top_p;     // [groups + 1]
   int32_t* order;                      // [q_tokens]
@@ -56,6 +70,13 @@ struct Workspace {
   Scratch scratch;
 };
 
+// Most heads of a chunk: a call keeps their arguments on its stack.
+inline constexpr int64_t kMostChunk = 64;
+
+// Bits of a call's status word, for what only a device knows.
+inline constexpr uint32_t kNotFinite = 1;        // q or k held NaN or Inf among the tokens that take part
+inline constexpr uint32_t kStateNotStarted = 2;  // a warm call found a state that no first call of its shape has filled
+
 struct Plan {
   Plan(const Context& context, const Settings& settings, const Shape& shape);
 
@@ -63,6 +84,8 @@ struct Plan {
   Settings settings;
   Shape shape;
   const Backend* backend;
+  Exec exec;                     // the context's, with this plan's choice of kernel; the stream comes with each call
+  int64_t chunk = 1;             // heads that are processed at a time
   Partition partition;           // empty for dense and exact
   int64_t groups = 0;            // upper bound over samples; 0 for dense
   int64_t codes = 0;             // per subspace, upper bound over samples
@@ -73,7 +96,25 @@ struct Plan {
   Workspace layout(void* memory, int64_t bytes) const;
 
  private:
-  Workspace cut(Arena& arena) const;
+  void check_device() const;
+  Workspace cut(Arena& arena, int64_t heads) const;
+};
+
+// Makes a plan's device current while it lives; nothing on the CPU.
+class DeviceScope {
+ public:
+  explicit DeviceScope(const Plan& plan) : DeviceScope(plan, plan.exec) {}
+  DeviceScope(const Plan& plan, const Exec& exec)
+      : backend_(*plan.backend), previous_(backend_.enter == nullptr ? 0 : backend_.enter(exec)) {}
+  ~DeviceScope() {
+    if (backend_.leave != nullptr) backend_.leave(previous_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  const Backend& backend_;
+  int previous_;
 };
 
 }  // namespace scope

@@ -2,6 +2,7 @@
 #include "pipeline/state.h"
 
 #include <cstring>
+#include <vector>
 
 #include "core/numeric.h"
 
@@ -20,29 +21,6 @@ uint64_t hash(const Partition& partition) {
     for (const int32_t channel : set) mix(static_cast<uint32_t>(channel));
   }
   return value;
-}
-
-void read_floats(const std::byte* from, DType type, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; ++i) {
-    if (type == DType::f32) {
-      std::memcpy(out + i, from + 4 * i, 4);
-    } else {
-      uint16_t bits = 0;
-      std::memcpy(&bits, from + 2 * i, 2);
-      out[i] = bf16_to_f32(bits);
-    }
-  }
-}
-
-void write_floats(const float* in, DType type, int64_t n, std::byte* to) {
-  for (int64_t i = 0; i < n; ++i) {
-    if (type == DType::f32) {
-      std::memcpy(to + 4 * i, in + i, 4);
-    } else {
-      const uint16_t bits = f32_to_bf16(in[i]);
-      std::memcpy(to + 2 * i, &bits, 2);
-    }
-  }
 }
 
 }  // namespace
@@ -65,8 +43,14 @@ StateLayout::StateLayout(const Plan& plan) {
 
 void init_state(const Plan& plan, void* state) {
   const StateLayout layout(plan);
-  std::memset(static_cast<std::byte*>(state) + layout.slots, 0, static_cast<size_t>(layout.centroids - layout.slots));
-  std::memcpy(state, &layout.header, sizeof layout.header);
+  std::vector<std::byte> start(static_cast<size_t>(layout.centroids));
+  std::memcpy(start.data(), &layout.header, sizeof layout.header);
+  if (plan.backend->write == nullptr) {
+    std::memcpy(state, start.data(), start.size());
+    return;
+  }
+  const DeviceScope scope(plan);
+  plan.backend->write(plan.exec, start.data(), state, layout.centroids);
 }
 
 void check_state(const Plan& plan, const void* state) {
@@ -83,32 +67,13 @@ void check_state(const Plan& plan, const void* state) {
           expected.codes, expected.dim);
 }
 
-StateSlot StateView::slot() const {
-  StateSlot slot{};
-  std::memcpy(&slot, static_cast<const std::byte*>(state_) + layout_.slots + sample_ * static_cast<int64_t>(sizeof slot),
-              sizeof slot);
-  return slot;
-}
-
-void StateView::set_slot(StateSlot slot) {
-  std::memcpy(static_cast<std::byte*>(state_) + layout_.slots + sample_ * static_cast<int64_t>(sizeof slot), &slot,
-              sizeof slot);
-}
-
-void StateView::load(int64_t head, const StateSlot& slot, float* centroids, float* codebooks) const {
-  const DType type = plan_.settings.state_dtype;
-  const int64_t index = sample_ * plan_.shape.heads + head, dim = plan_.shape.dim, each = dtype_bytes(type);
-  const auto* base = static_cast<const std::byte*>(state_);
-  read_floats(base + layout_.centroids + index * plan_.groups * dim * each, type, slot.groups * dim, centroids);
-  read_floats(base + layout_.codebooks + index * plan_.codes * dim * each, type, slot.codes * dim, codebooks);
-}
-
-void StateView::store(int64_t head, const StateSlot& slot, const float* centroids, const float* codebooks) {
-  const DType type = plan_.settings.state_dtype;
-  const int64_t index = sample_ * plan_.shape.heads + head, dim = plan_.shape.dim, each = dtype_bytes(type);
-  auto* base = static_cast<std::byte*>(state_);
-  write_floats(centroids, type, slot.groups * dim, base + layout_.centroids + index * plan_.groups * dim * each);
-  write_floats(codebooks, type, slot.codes * dim, base + layout_.codebooks + index * plan_.codes * dim * each);
+StateView::StateView(const Plan& plan, void* state, int64_t sample) {
+  const StateLayout layout(plan);
+  auto* base = static_cast<std::byte*>(state);
+  const int64_t each = dtype_bytes(plan.settings.state_dtype), first = sample * plan.shape.heads;
+  slot = reinterpret_cast<StateSlot*>(base + layout.slots) + sample;
+  centroids = base + layout.centroids + first * plan.groups * plan.shape.dim * each;
+  codebooks = base + layout.codebooks + first * plan.codes * plan.shape.dim * each;
 }
 
 }  // namespace scope

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "pipeline/plan.h"
+#include "stages/bookkeeping.h"
 
 namespace scope {
 
@@ -21,35 +22,23 @@ struct StateHeader {
 };
 static_assert(sizeof(StateHeader) == 64);
 
-struct StateSlot {
-  int32_t groups, codes;
-};
-
 struct StateLayout {
   explicit StateLayout(const Plan& plan);
   StateHeader header;
   int64_t slots, centroids, codebooks, bytes;
 };
 
-// Marks every slot as uninitialised.
+// Marks every slot as uninitialised; in device memory it waits for the copy.
 void init_state(const Plan& plan, void* state);
-// Throws unless the block was initialised for a plan of the same shape and method.
+// Throws unless the block was initialised for a plan of the same shape and method. Host memory.
 void check_state(const Plan& plan, const void* state);
 
-// Reads and writes one (sample, head) of a state.
-class StateView {
- public:
-  StateView(const Plan& plan, void* state, int64_t sample) : plan_(plan), layout_(plan), state_(state), sample_(sample) {}
-  StateSlot slot() const;
-  void set_slot(StateSlot slot);
-  void load(int64_t head, const StateSlot& slot, float* centroids, float* codebooks) const;
-  void store(int64_t head, const StateSlot& slot, const float* centroids, const float* codebooks);
-
- private:
-  const Plan& plan_;
-  StateLayout layout_;
-  void* state_;
-  int64_t sample_;
+// Where the parts of one sample lie in a state.
+struct StateView {
+  StateView(const Plan& plan, void* state, int64_t sample);
+  StateSlot* slot;
+  void* centroids;  // [heads, groups, dim] in state_dtype
+  void* codebooks;  // [heads, codes * dim]
 };
 
 }  // namespace scope

@@ -16,15 +16,17 @@ struct ExtraKeys {
 };
 
 // softmax(scale q k^T + bias) v over the keys of mask OR keep. A query with no key gets zeros and LSE -inf.
-// Dense attention is one group with a full row. A non-finite value reaches only the rows that read it.
+// Dense attention is one group with a full row, and a null mask stands for it. A non-finite value reaches only the rows that
+// read it.
 struct AttendArgs {
   RowsView q;       // [q_tokens, dim]
   RowsView k, v;    // [k_tokens, dim]
   float scale = 0;  // 1 / sqrt(dim)
   int64_t groups = 0;
-  const int32_t* order = nullptr;    // [q_tokens] queries by group; those past offsets[groups] attend to nothing
-  const int64_t* offsets = nullptr;  // [groups + 1]
-  const uint32_t* mask = nullptr;    // [groups, mask_words(k_tokens)]
+  const int32_t* order =
+      nullptr;  // [q_tokens] queries by group; those past offsets[groups] attend to nothing; null: 0, 1, …
+  const int64_t* offsets = nullptr;  // [groups + 1]; null: one group of all q_tokens
+  const uint32_t* mask = nullptr;    // [groups, mask_words(k_tokens)]; null: every key, and `keep` is not read
   const uint32_t* keep = nullptr;    // [mask_words(k_tokens)] keys that every query sees; optional
   ExtraKeys extra;
   MutableRowsView out;   // [q_tokens, dim]

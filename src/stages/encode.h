@@ -25,6 +25,7 @@ struct EncodeArgs {
   float* codebooks = nullptr;  // subspace after subspace: [codes, dim_m]; in when warm, out
   int32_t* labels = nullptr;   // [subspaces, count] out: the codes
   int64_t* empty = nullptr;    // [subspaces] out: codes without a key
+  uint32_t* status = nullptr;  // [1] device only: bit 0 is set when a row that takes part is not finite
   Scratch scratch;
 };
 

@@ -10,11 +10,22 @@ struct Kernels;
 struct AttendKernels;
 }  // namespace cpu
 
+namespace cuda {
+struct Device;
+class Clock;
+}  // namespace cuda
+
 struct Exec {
   ThreadPool* pool = nullptr;
   const cpu::Kernels* kernels = nullptr;
   const cpu::AttendKernels* attend_kernels = nullptr;       // f32 arithmetic
   const cpu::AttendKernels* attend_kernels_bf16 = nullptr;  // bf16 dot products, for bf16 inputs; null: use f32's
+
+  const cuda::Device* device = nullptr;  // the rest: CUDA only
+  void* stream = nullptr;                // a cudaStream_t; everything is launched on it, and nothing waits for it
+  cuda::Clock* clock = nullptr;          // records when each stage begins; null: no times
+  const void* call = nullptr;            // whose times those are: the call's workspace
+  bool wgmma = false;                    // attend with the sm_90a kernel; false: the portable one
 };
 
 // Memory a stage may scribble on during one call.

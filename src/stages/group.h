@@ -24,6 +24,7 @@ struct GroupArgs {
   int32_t* sizes = nullptr;    // [groups] out
   int32_t* order = nullptr;    // [count] out: tokens by group, ascending within a group
   int64_t* offsets = nullptr;  // [groups + 1] out
+  uint32_t* status = nullptr;  // [1] device only: bit 0 is set when a row that takes part is not finite
   Scratch scratch;
 };
 

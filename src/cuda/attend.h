@@ -1,0 +1,44 @@
+// Between attend's two halves on CUDA: the tile list that attend.cu prepares, and the kernels that work it off.
+#pragma once
+
+#include "cuda/launch.h"
+#include "stages/attend.h"
+
+namespace scope::cuda {
+
+// Up to kTileRows queries of one group; a block works on one tile at a time.
+inline constexpr int kTileRows = 128;
+struct AttendTile {
+  int32_t head, group;
+  int32_t begin, rows;  // queries order[begin .. begin + rows), 1 <= rows <= kTileRows
+  int32_t keys;         // set bits of mask OR keep in this group's row (k_tokens when dense)
+  int32_t extra;        // set bits of its row of the extra keys' mask
+};
+
+// What both kernels take. Element type T of q, k, v, out and the extra keys: bf16 or f16, as `dtype` says.
+struct AttendLaunch {
+  DType dtype;
+  int dim;  // a multiple of 8, up to 128; channels past it are zero in the kernel and never read or written
+  HeadRows<const uint16_t> q, k, v;
+  HeadRows<uint16_t> out;
+  PerHead<float> lse;            // [q_tokens] natural log; may be null
+  PerHead<const int32_t> order;  // [q_tokens]; null: identity
+  PerHead<const uint32_t> mask;  // [groups, words]; null: dense, keys 0 .. k_tokens - 1
+  const uint32_t* keep;          // [words], the same for every head; may be null
+  int64_t words;                 // mask_words(k_tokens)
+  int32_t k_tokens;
+  float scale;
+  int32_t extra_count;                       // E; 0: none
+  PerHead<const uint16_t> extra_k, extra_v;  // [E, dim] in T
+  PerHead<const float> extra_bias;           // [E]
+  PerHead<const uint32_t> extra_mask;        // [groups, mask_words(E)]
+  const AttendTile* tiles;                   // in the order in which blocks should take them
+  const int32_t* tile_count;                 // [1] on the device
+  int32_t* next_tile;                        // [1] on the device, 0 at launch: blocks take tiles by atomicAdd
+  int32_t most_tiles;                        // upper bound of *tile_count, known on the host
+};
+
+void attend_sm80(const Exec& exec, const AttendLaunch& launch);  // portable: mma.sync, cp.async
+void attend_sm90(const Exec& exec, const AttendLaunch& launch);  // wgmma, warp-specialised, persistent
+
+}  // namespace scope::cuda

@@ -1,0 +1,65 @@
+// What every CUDA stage shares on the host side (included by .cu files): errors, and a chunk of heads as base and step.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <span>
+
+#include "core/error.h"
+#include "core/tensor.h"
+#include "cuda/device.h"
+#include "stages/exec.h"
+
+namespace scope::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  const Status status = error == cudaErrorMemoryAllocation ? Status::out_of_memory : Status::device;
+  fail(status, std::string(what) + ": " + cudaGetErrorString(error));
+}
+// After every launch: a configuration that the device refuses is reported at once, and by name.
+inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
+
+inline cudaStream_t stream(const Exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
+
+// One array per head, at a constant step.
+template <class T>
+struct PerHead {
+  T* base = nullptr;
+  int64_t step = 0;  // elements from one head to the next
+
+  __host__ __device__ T* operator[](int64_t head) const { return base + head * step; }
+  __host__ __device__ explicit operator bool() const { return base != nullptr; }
+};
+
+// Rows of 16-bit elements for each head.
+template <class T>
+struct HeadRows {
+  T* base = nullptr;
+  int64_t head_step = 0, row_step = 0;  // elements
+
+  __host__ __device__ T* row(int64_t head, int64_t token) const { return base + head * head_step + token * row_step; }
+};
+
+// The step of `pointer(args)` over the heads, checked to be constant.
+template <class Args, class Get>
+auto per_head(std::span<const Args> heads, Get pointer) {
+  using T = std::remove_pointer_t<decltype(pointer(heads[0]))>;
+  PerHead<T> result{pointer(heads[0]), 0};
+  if (heads.size() > 1) result.step = pointer(heads[1]) - pointer(heads[0]);
+  for (size_t h = 2; h < heads.size(); ++h) {
+    require(pointer(heads[h]) == result[static_cast<int64_t>(h)], Status::internal,
+            "heads of a chunk are not evenly spaced");
+  }
+  return result;
+}
+
+// The same for a RowsView or MutableRowsView of 16-bit elements.
+template <class T, class Args, class Get>
+HeadRows<T> head_rows(std::span<const Args> heads, Get view) {
+  const auto first = view(heads[0]);
+  const auto at = per_head(heads, [&](const Args& args) { return static_cast<T*>(view(args).data); });
+  return {at.base, at.step, first.row_stride};
+}
+
+}  // namespace scope::cuda
