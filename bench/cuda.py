@@ -1,0 +1,296 @@
+"""Times SCOPE on a GPU against PyTorch's cuDNN and FlashAttention-2 SDPA on the same tensors in one process; writes JSON.
+
+    python3 bench/cuda.py --library build/cuda/libscope.so --command build/cuda/bin/scope --json bench/results/h200.json
+
+q, k, v come from the bundled video model at Wan's 720p grid and from `scope make-qkv`; heads are repeated to the model's count.
+"""
+import argparse
+import ctypes
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import numpy
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "python" / "scope_attn"))
+sys.path.insert(0, str(ROOT / "tools" / "tiny_video"))
+import _c_api as api  # noqa: E402
+
+STAGES = ("group", "encode", "score", "select", "attend")
+
+
+def median_ms(body, repeat, warm=2):
+    """Median GPU time of body() in ms."""
+    times = []
+    for i in range(warm + repeat):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        body()
+        end.record()
+        end.synchronize()
+        if i >= warm:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def synthetic(command, grid, rope, heads, count):
+    """[1, heads, tokens, dim] bf16 from `scope make-qkv`: `count` different heads, repeated."""
+    from safetensors.torch import load_file
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/qkv.safetensors"
+        subprocess.run([command, "make-qkv", "-o", path, "--grid", "x".join(map(str, grid)), "--rope", ",".join(map(str, rope)),
+                        "--heads", str(count), "--dtype", "bf16"], check=True, stdout=subprocess.DEVNULL)
+        tensors = load_file(path)
+    return tuple(repeat_heads(tensors[name].cuda().reshape(1, count, -1, sum(rope)), heads) for name in "qkv")
+
+
+def repeat_heads(x, heads):
+    return x[:, [h % x.shape[1] for h in range(heads)]].contiguous()
+
+
+def video_model(grid, heads):
+    """Every head of the bundled model at the middle of a sampling run, repeated."""
+    import video
+    from export import Capture
+    from sample import load, noise_for, sample
+    net = load(str(ROOT / "models" / "tiny-wan"), "cuda")
+    seed = video.HELD_OUT
+    rgb, tokens = video.clips([seed], grid, "cuda")
+    latent = video.to_latent(rgb)
+
+    class Enough(Exception):
+        pass
+
+    class Middle(Capture):
+        def __call__(self, step, layer, q, k, v):
+            if step > self.at:
+                raise Enough
+            return super().__call__(step, layer, q, k, v)
+
+    capture = Middle(10)
+    try:
+        sample(net, latent, tokens, noise_for([seed], latent.shape[1:], "cuda"), 20, capture)
+    except Enough:
+        pass
+    return tuple(repeat_heads(torch.cat([layer[i] for layer in capture.layers], 1).bfloat16(), heads) for i in range(3))
+
+
+def with_text(tensors, text):
+    """Appends `text` tokens of the same scale."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    more = [torch.randn(x.shape[0], x.shape[1], text, x.shape[3], device="cuda", generator=generator) * x.float().std() for x in tensors]
+    return tuple(torch.cat([x, y.to(x.dtype)], 2).contiguous() for x, y in zip(tensors, more))
+
+
+def last_bits(tokens, text):
+    bits = numpy.zeros((tokens + 31) // 32 * 32, dtype=numpy.uint8)
+    bits[tokens - text:tokens] = 1
+    return numpy.packbits(bits, bitorder="little").view(numpy.uint32).copy()
+
+
+class Scope:
+    """One plan on the GPU with its memory; call() launches on the current stream."""
+
+    def __init__(self, library, q, k, v, method, settings, rope, text=0, selection=False):
+        batch, heads, tokens, dim = q.shape
+        self.plan = library.plan(method, settings, gpu=torch.cuda.current_device(), batch=batch, heads=heads, q_tokens=tokens,
+                                 k_tokens=k.shape[2], dim=dim, dtype=api.BF16 if q.dtype == torch.bfloat16 else api.F16,
+                                 rope=rope, dense_queries=int(text > 0))
+        info = self.plan.info
+        memory = lambda n: torch.empty(max(n, 1), dtype=torch.uint8, device="cuda")
+        self.out = torch.full_like(q, float("nan"))
+        self.memory = [memory(info.workspace_bytes)]
+        self.stats = api.Stats()
+        fields = {"workspace": self.memory[0].data_ptr(), "start": api.START_FIRST,
+                  **{name: api.Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
+                     for name, x in dict(q=q, k=k, v=v, out=self.out).items()}}
+        if info.state_bytes:
+            self.memory.append(memory(info.state_bytes))
+            self.plan.init_state(self.memory[1].data_ptr())
+            fields["state"] = self.memory[1].data_ptr()
+        if text:
+            self.bits = last_bits(tokens, text)
+            fields["keep"] = fields["dense_queries"] = self.bits.ctypes.data
+        if selection:
+            g, words = info.selection_groups, info.mask_words
+            self.labels = torch.empty(batch, heads, tokens, dtype=torch.int32, device="cuda")
+            self.mask = torch.empty(batch, heads, g, words, dtype=torch.int32, device="cuda")
+            self.sizes, self.counts = (torch.empty(batch, heads, g, dtype=torch.int32, device="cuda") for _ in range(2))
+            fields["selection"] = api.Selection(labels=self.labels.data_ptr(), mask=self.mask.data_ptr(),
+                                                sizes=self.sizes.data_ptr(), counts=self.counts.data_ptr())
+        self.arguments = self.plan.arguments(**fields)
+
+    def call(self, first=False):
+        self.arguments.stream = torch.cuda.current_stream().cuda_stream
+        self.arguments.start = api.START_FIRST if first else api.START_WARM
+        self.arguments.stats = None
+        self.plan.launch(self.arguments)
+
+    def stages(self, repeat=5, first=False):
+        """Median of each stage in ms, and the density."""
+        rows = []
+        for _ in range(repeat):
+            self.arguments.stream = torch.cuda.current_stream().cuda_stream
+            self.arguments.start = api.START_FIRST if first else api.START_WARM
+            self.arguments.stats = ctypes.addressof(self.stats)
+            self.plan.launch(self.arguments)
+            self.plan.read_stats(self.arguments)
+            rows.append({name: 1e3 * getattr(self.stats, name) for name in (*STAGES, "total")})
+        result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        result["other"] = result["total"] - sum(result[name] for name in STAGES)
+        return result, self.stats.density, self.stats.total_density
+
+
+def quality(scope, q, k, v, text=0, heads=8, queries=64):
+    """Mass recall, and the output's relative error, on evenly spaced queries of some heads, against f32."""
+    recall, error, norm = [], 0.0, 0.0
+    tokens = q.shape[2] - text
+    rows = torch.linspace(0, tokens - 1, queries).long().cuda()
+    shifts = torch.arange(32, device="cuda", dtype=torch.int32)
+    for h in range(min(heads, q.shape[1])):
+        p = torch.softmax(q[0, h, rows].float() @ k[0, h].float().mT / q.shape[-1] ** 0.5, -1)
+        words = scope.mask[0, h, scope.labels[0, h, rows].long()]
+        kept = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :k.shape[2]].bool()
+        kept[:, tokens:] = True
+        recall.append((p * kept).sum(-1).mean().item())
+        exact = p @ v[0, h].float()
+        error += (scope.out[0, h, rows].float() - exact).square().sum().item()
+        norm += exact.square().sum().item()
+    return statistics.mean(recall), (error / norm) ** 0.5
+
+
+def padding(scope, rows):
+    """Work with every group padded to a multiple of `rows` queries, over the useful work."""
+    sizes, counts = scope.sizes.double(), scope.counts.double()
+    return ((torch.ceil(sizes / rows) * rows * counts).sum() / (sizes * counts).sum()).item()
+
+
+def compare(library, name, tensors, rope, densities, options, text=0, long=True):
+    q, k, v = tensors
+    heads, tokens, dim = q.shape[1:]
+    flop = 4 * heads * tokens * tokens * dim
+    result = {"name": name, "heads": heads, "tokens": tokens, "text": text, "dim": dim, "rope": rope, "rows": []}
+    print(f"\n{name}: {heads} heads x {tokens} tokens ({text} of text) x {dim}, {q.dtype}", flush=True)
+    print(f"{'':34} {'density':>8} {'total':>8} {'/cuDNN':>7} " + " ".join(f"{s:>7}" for s in STAGES) +
+          f" {'other':>6} {'TFLOP/s':>8} {'recall':>7} {'error':>7}")
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def peer(backend):
+        with sdpa_kernel(backend):
+            return median_ms(lambda: sdpa(q, k, v), options.repeat if long else options.repeat + 4)
+
+    cudnn = peer(SDPBackend.CUDNN_ATTENTION)
+
+    def row(label, ms, density=1.0, stages=None, pairs=None, extra=None):
+        attend = (stages or {}).get("attend", ms)
+        tflops = flop * (density if pairs is None else pairs) / attend / 1e9
+        entry = {"name": label, "density": density, "ms": ms, "ratio": ms / cudnn, "attend_tflops": tflops, "stages_ms": stages,
+                 **(extra or {})}
+        result["rows"].append(entry)
+        cells = " ".join(f"{stages[s]:7.2f}" for s in STAGES) + f" {stages['other']:6.2f}" if stages else " " * 46
+        tail = (f" {entry['mass_recall']:7.4f} {entry['error']:7.4f}  padding {entry['padding_64']:.3f} {entry['padding_128']:.3f}"
+                if "mass_recall" in entry else "")
+        print(f"{label:34} {density:8.4f} {ms:8.2f} {ms / cudnn:7.3f} {cells} {tflops:8.1f}{tail}", flush=True)
+
+    row("PyTorch cuDNN", cudnn)
+    if long:
+        row("PyTorch FlashAttention-2", peer(SDPBackend.FLASH_ATTENTION))
+    for kernel in ("wgmma", "portable") if long else ("wgmma",):
+        dense = Scope(library, q, k, v, "dense", {"kernel": kernel}, rope)
+        row(f"dense, {kernel}", median_ms(dense.call, options.repeat, 1))
+        del dense
+    for density in densities:
+        variants = [("scope, rule=target", "scope", {"rule": "target"})]
+        if long:
+            variants += [("scope, fixed k", "scope", {"rule": "fixed"}), ("scope-exact, rule=target", "scope-exact", {"rule": "target"}),
+                         ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
+            if density == densities[0]:
+                variants += [("scope, target, portable", "scope", {"rule": "target", "kernel": "portable"}),
+                             ("scope, target, 100 MiB workspace", "scope", {"rule": "target", "workspace_limit": 100})]
+        else:
+            variants += [("scope-exact, rule=target", "scope-exact", {"rule": "target"})]
+        for label, method, settings in variants:
+            settings = {**settings, "density": density}
+            scope = Scope(library, q, k, v, method, settings, rope, text, selection=True)
+            scope.call(first=True)
+            first_ms = median_ms(lambda: scope.call(first=True), 3, 1) if long and label == "scope, rule=target" else None
+            scope.call(first=True)
+            scope.call()
+            recall, error = quality(scope, q, k, v, text)
+            pads = {f"padding_{rows}": padding(scope, rows) for rows in (64, 128)}
+            scope.arguments.selection = api.Selection()
+            ms = median_ms(scope.call, options.repeat)
+            stages, measured, total = scope.stages()
+            row(label, ms, measured, stages, total, {**pads, "settings": settings, "method": method, "mass_recall": recall, "error": error,
+                                                     "total_density": total, "first_ms": first_ms,
+                                                     "workspace_bytes": scope.plan.info.workspace_bytes,
+                                                     "groups": scope.plan.info.groups, "codes": scope.plan.info.codes})
+            if first_ms:
+                print(f"{'  its first call':34} {'':8} {first_ms:8.2f} {first_ms / cudnn:7.3f}")
+            del scope
+    if long and not text:
+        # The same call on [batch, tokens, heads, dim] memory.
+        scope = Scope(library, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), "scope",
+                      {"rule": "target", "density": densities[0]}, rope)
+        scope.call(first=True)
+        ms = median_ms(scope.call, options.repeat)
+        stages, measured, total = scope.stages()
+        row("scope, rule=target, token-major", ms, measured, stages, total, {"settings": {"density": densities[0]}})
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", required=True, help="libscope.so built with CUDA")
+    parser.add_argument("--command", required=True, help="the scope command, for make-qkv")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--parts", default="video,synthetic,hunyuan,sweep")
+    parser.add_argument("--densities", default="0.2,0.1")
+    parser.add_argument("--json")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    library = api.Library(options.library)
+    densities = [float(x) for x in options.densities.split(",")]
+    clocks = subprocess.run(["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.sm,clocks.mem", "--format=csv,noheader"],
+                            capture_output=True, text=True).stdout.strip()
+    result = {"machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+                          "driver, max SM, SM, memory clocks": clocks},
+              "commit": options.commit, "repeat": options.repeat, "dtype": "bf16", "cases": [], "sweep": []}
+
+    def save():
+        if options.json:
+            pathlib.Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+
+    wan, wan_rope = (21, 45, 80), (44, 42, 42)
+    parts = options.parts.split(",")
+    if "video" in parts:
+        result["cases"].append(compare(library, "video model, Wan 720p", video_model(wan, 40), wan_rope, densities, options))
+        save()
+    if "synthetic" in parts:
+        tensors = synthetic(options.command, wan, wan_rope, 40, 8)
+        result["cases"].append(compare(library, "synthetic, Wan 720p", tensors, wan_rope, densities, options))
+        save()
+        del tensors
+    if "hunyuan" in parts:
+        tensors = with_text(synthetic(options.command, (33, 45, 80), (16, 56, 56), 24, 6), 256)
+        result["cases"].append(compare(library, "synthetic, HunyuanVideo 720p", tensors, (16, 56, 56), densities, options, text=256))
+        save()
+        del tensors
+    if "sweep" in parts:
+        for grid in ((5, 20, 20), (10, 20, 40), (16, 32, 32), (21, 30, 52), (21, 45, 80)):
+            tensors = synthetic(options.command, grid, wan_rope, 40, 8)
+            name = f"synthetic, {'x'.join(map(str, grid))}"
+            result["sweep"].append(compare(library, name, tensors, wan_rope, [0.05, 0.1, 0.2, 0.3, 0.5], options, long=False))
+            save()
+    print("\nclocks after the run:", subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
+                                                     "--format=csv,noheader"], capture_output=True, text=True).stdout.strip())
+
+
+if __name__ == "__main__":
+    main()

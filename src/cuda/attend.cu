@@ -1,0 +1,239 @@
+// attend on CUDA, first half: counts keys, cuts the groups into a list of tiles on the device, and starts the kernel.
+#include "cuda/attend.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/numeric.h"
+#include "cuda/stages.h"
+
+namespace scope::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+// A chunk's scratch.
+struct Layout {
+  int32_t* counter;   // [2] tiles in the list, and the next one to take
+  int32_t* keys;      // [heads, groups] set bits of mask | keep
+  int32_t* extras;    // [heads, groups] set bits of the extra keys' mask
+  AttendTile* tiles;  // [heads * most_tiles]
+  uint16_t* extra_k;  // [heads, extra, dim]
+  uint16_t* extra_v;  // [heads, extra, dim]
+
+  static int64_t most_tiles(int64_t q_tokens, int64_t groups) { return q_tokens / kTileRows + groups; }
+
+  Layout(Arena arena, int64_t heads, int64_t q_tokens, int64_t dim, int64_t groups, int64_t extra,
+         int64_t* bytes = nullptr) {
+    counter = arena.take<int32_t>(2);
+    keys = arena.take<int32_t>(heads * groups);
+    extras = arena.take<int32_t>(heads * groups);
+    tiles = arena.take<AttendTile>(heads * most_tiles(q_tokens, groups));
+    extra_k = arena.take<uint16_t>(heads * extra * dim);
+    extra_v = arena.take<uint16_t>(heads * extra * dim);
+    // Rounded up, so that n heads fit into n times one head's size.
+    if (bytes != nullptr) *bytes = round_up(arena.used(), Arena::kAlignment);
+  }
+};
+
+// What the kernels below read; null pointers as in AttendArgs.
+struct Groups {
+  int64_t heads, groups, q_tokens, k_tokens, words, extra_count;
+  int64_t tile_rows;  // most rows of a tile
+  PerHead<const int64_t> offsets;
+  PerHead<const uint32_t> mask, extra_mask;
+  const uint32_t* keep;
+
+  __device__ int64_t begin(int64_t head, int64_t group) const { return offsets ? offsets[head][group] : group * q_tokens; }
+  __device__ int64_t size(int64_t head, int64_t group) const { return begin(head, group + 1) - begin(head, group); }
+  __device__ int64_t tiles(int64_t head, int64_t group) const { return (size(head, group) + tile_rows - 1) / tile_rows; }
+};
+
+__device__ int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
+
+// A warp per group of a head.
+__global__ void __launch_bounds__(kThreads) count_keys(Groups in, int32_t* keys, int32_t* extras) {
+  const int64_t at = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32, head = at / in.groups, group = at % in.groups;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (head >= in.heads) return;
+  int key = 0, extra = 0;
+  if (in.mask) {
+    const uint32_t* row = in.mask[head] + group * in.words;
+#pragma unroll 8
+    for (int64_t w = lane; w < in.words; w += 32) key += __popc(in.keep == nullptr ? row[w] : row[w] | in.keep[w]);
+  }
+  if (in.extra_count > 0) {
+    const int64_t words = (in.extra_count + 31) / 32;
+    for (int64_t w = lane; w < words; w += 32) extra += __popc(in.extra_mask[head][group * words + w]);
+  }
+  key = warp_sum(key);
+  extra = warp_sum(extra);
+  if (lane == 0) {
+    keys[at] = in.mask ? key : static_cast<int32_t>(in.k_tokens);
+    extras[at] = extra;
+  }
+}
+
+// A block per head. The list goes head by head, because one head's keys and values fill the L2 cache, and within a head
+// from the most keys to the fewest, so that blocks finish together.
+__global__ void __launch_bounds__(kThreads) list_tiles(Groups in, const int32_t* keys, const int32_t* extras,
+                                                       AttendTile* tiles, int32_t* counter) {
+  const int64_t head = blockIdx.x;
+  __shared__ int32_t before;  // tiles of the heads before this one
+  if (threadIdx.x == 0) before = 0;
+  __syncthreads();
+  int32_t sum = 0;
+  for (int64_t i = threadIdx.x; i < head * in.groups; i += kThreads) {
+    sum += static_cast<int32_t>(in.tiles(i / in.groups, i % in.groups));
+  }
+  atomicAdd(&before, sum);
+  __syncthreads();
+
+  const int32_t* count = keys + head * in.groups;
+  for (int64_t group = threadIdx.x; group < in.groups; group += kThreads) {
+    int64_t at = before;
+    for (int64_t other = 0; other < in.groups; ++other) {
+      const bool first = count[other] > count[group] || (count[other] == count[group] && other < group);
+      if (first) at += in.tiles(head, other);
+    }
+    const int64_t begin = in.begin(head, group), size = in.size(head, group);
+    for (int64_t row = 0; row < size; row += in.tile_rows) {
+      tiles[at++] = {static_cast<int32_t>(head),        static_cast<int32_t>(group),
+                     static_cast<int32_t>(begin + row), static_cast<int32_t>(min(size - row, in.tile_rows)),
+                     count[group],                      extras[head * in.groups + group]};
+    }
+  }
+  if (head == in.heads - 1) {
+    int32_t own = 0;
+    for (int64_t group = threadIdx.x; group < in.groups; group += kThreads) {
+      own += static_cast<int32_t>(in.tiles(head, group));
+    }
+    __syncthreads();  // every thread has read `before`
+    atomicAdd(&before, own);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      counter[0] = before;
+      counter[1] = 0;
+    }
+  }
+}
+
+// Queries past offsets[groups] attend to nothing; a warp per query, and few blocks because there are usually none.
+constexpr int kIdleBlocks = 16;
+__global__ void __launch_bounds__(kThreads) clear_idle(Groups in, PerHead<const int32_t> order, HeadRows<uint16_t> out,
+                                                       int dim, PerHead<float> lse) {
+  const int64_t head = blockIdx.x / kIdleBlocks;
+  const int64_t first = in.begin(head, in.groups) + blockIdx.x % kIdleBlocks * kWarps + threadIdx.x / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  for (int64_t i = first; i < in.q_tokens; i += kIdleBlocks * kWarps) {
+    const int64_t token = order ? order[head][i] : i;
+    if (8 * lane < dim) *reinterpret_cast<uint4*>(out.row(head, token) + 8 * lane) = {};
+    if (lane == 0 && lse) lse[head][token] = -INFINITY;
+  }
+}
+
+__device__ uint16_t to_bits(float value, DType type) {
+  return type == DType::bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value)) : __half_as_ushort(__float2half_rn(value));
+}
+
+// The extra keys in the element type; `size` elements for each head.
+__global__ void __launch_bounds__(kThreads) round_extra(PerHead<const float> k, PerHead<const float> v, int64_t size,
+                                                        int64_t heads, DType type, uint16_t* to_k, uint16_t* to_v) {
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < heads * size; i += int64_t{gridDim.x} * kThreads) {
+    to_k[i] = to_bits(k[i / size][i % size], type);
+    to_v[i] = to_bits(v[i / size][i % size], type);
+  }
+}
+
+unsigned grid(int64_t blocks) {
+  require(blocks < (int64_t{1} << 31), Status::size_limit, "attend: too many blocks for one launch");
+  return static_cast<unsigned>(blocks);
+}
+
+}  // namespace
+
+int64_t attend_scratch(const Exec&, int64_t q_tokens, int64_t, int64_t dim, int64_t groups) {
+  groups = std::max<int64_t>(groups, 1);
+  int64_t bytes = 0;
+  Layout(Arena(), 1, q_tokens, dim, groups, groups, &bytes);
+  return bytes;
+}
+
+void attend(const Exec& exec, std::span<const AttendArgs> heads) {
+  if (heads.empty() || heads[0].q.tokens == 0) return;
+  const AttendArgs& args = heads[0];
+  const auto count = static_cast<int64_t>(heads.size());
+  const int64_t groups = args.offsets == nullptr ? 1 : args.groups, dim = args.q.dim, extra = args.extra.count;
+  require(args.q.dtype != DType::f32, Status::dtype, "attend on CUDA takes f16 or bf16");
+  require(dim % 8 == 0 && dim <= 128, Status::shape, "attend on CUDA takes a head_dim that is a multiple of 8, up to 128");
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 4096;  // room for positions past the last key
+  const int64_t most_tiles = count * Layout::most_tiles(args.q.tokens, groups);
+  require(std::max({args.q.tokens, args.k.tokens + extra, most_tiles}) <= kMost, Status::size_limit,
+          "attend on CUDA takes fewer than 2^31 tokens");
+  int64_t bytes = 0;
+  Layout(Arena(), count, args.q.tokens, dim, groups, extra, &bytes);
+  require(bytes <= args.scratch.bytes, Status::workspace, "attend: more extra keys than the scratch holds");
+  const Layout at(Arena(args.scratch.data, args.scratch.bytes), count, args.q.tokens, dim, groups, extra);
+
+  const Groups in{.heads = count,
+                  .groups = groups,
+                  .q_tokens = args.q.tokens,
+                  .k_tokens = args.k.tokens,
+                  .words = mask_words(args.k.tokens),
+                  .extra_count = extra,
+                  .tile_rows = kTileRows,
+                  .offsets = per_head(heads, [](const AttendArgs& a) { return a.offsets; }),
+                  .mask = per_head(heads, [](const AttendArgs& a) { return a.mask; }),
+                  .extra_mask = per_head(heads, [](const AttendArgs& a) { return a.extra.mask; }),
+                  .keep = args.keep};
+  const AttendLaunch launch{.dtype = args.q.dtype,
+                      .dim = static_cast<int>(dim),
+                      .q = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.q; }),
+                      .k = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.k; }),
+                      .v = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.v; }),
+                      .out = head_rows<uint16_t>(heads, [](const AttendArgs& a) { return a.out; }),
+                      .lse = per_head(heads, [](const AttendArgs& a) { return a.lse; }),
+                      .order = per_head(heads, [](const AttendArgs& a) { return a.order; }),
+                      .mask = in.mask,
+                      .keep = in.keep,
+                      .words = in.words,
+                      .k_tokens = static_cast<int32_t>(args.k.tokens),
+                      .scale = args.scale,
+                      .extra_count = static_cast<int32_t>(extra),
+                      .extra_k = {at.extra_k, extra * dim},
+                      .extra_v = {at.extra_v, extra * dim},
+                      .extra_bias = per_head(heads, [](const AttendArgs& a) { return a.extra.bias; }),
+                      .extra_mask = in.extra_mask,
+                      .tiles = at.tiles,
+                      .tile_count = at.counter,
+                      .next_tile = at.counter + 1,
+                      .most_tiles = static_cast<int32_t>(most_tiles)};
+
+  if (groups > 0) {
+    count_keys<<<grid(ceil_div(count * groups, kWarps)), kThreads, 0, stream(exec)>>>(in, at.keys, at.extras);
+    check_launch("count_keys");
+    list_tiles<<<grid(count), kThreads, 0, stream(exec)>>>(in, at.keys, at.extras, at.tiles, at.counter);
+    check_launch("list_tiles");
+  }
+  if (args.offsets != nullptr) {
+    clear_idle<<<grid(count * kIdleBlocks), kThreads, 0, stream(exec)>>>(in, launch.order, launch.out, launch.dim,
+                                                                         launch.lse);
+    check_launch("clear_idle");
+  }
+  if (extra > 0) {
+    const auto k = per_head(heads, [](const AttendArgs& a) { return a.extra.k; });
+    const auto v = per_head(heads, [](const AttendArgs& a) { return a.extra.v; });
+    const int64_t blocks = std::min<int64_t>(ceil_div(count * extra * dim, kThreads), 8 * exec.device->multiprocessors);
+    round_extra<<<grid(blocks), kThreads, 0, stream(exec)>>>(k, v, extra * dim, count, args.q.dtype, at.extra_k,
+                                                             at.extra_v);
+    check_launch("round_extra");
+  }
+  if (groups > 0) exec.wgmma ? attend_sm90(exec, launch) : attend_sm80(exec, launch);
+}
+
+}  // namespace scope::cuda

@@ -1,0 +1,359 @@
+// The portable attend kernel: FlashAttention-2's loop with mma.sync over keys gathered by cp.async, for sm_80 and later.
+#include <algorithm>
+
+#include "cuda/attend.h"
+#include "cuda/device/ptx_sm80.cuh"
+
+namespace scope::cuda {
+
+namespace {
+
+// Four warps; warp w has rows 16 w .. 16 w + 15 of each half of 64 rows. A block waits for each load at once: what hides
+// the wait is the other block, or two, on the same multiprocessor.
+constexpr int kThreads = 128;
+constexpr int kHalf = 64;       // query rows
+constexpr int kKeys = 64;       // keys per step
+constexpr int kRing = 2048;     // key indices listed ahead: at most 1024 at a time, and the keys of two steps
+constexpr float kSlack = 8.0f;  // a row's maximum may lag by this much (log2), which spares nearly all rescaling
+
+// A tile and the indices of its keys, first the selected ones, then the extra ones.
+struct KeyList {
+  alignas(16) int32_t ring[kRing];
+  AttendTile tile;
+  const char *k, *v;  // rows of the tile's head
+  int32_t made;       // positions so far
+  int32_t taken;      // mask words so far; the words of the extra mask follow at a multiple of 32
+
+  __device__ int32_t& operator[](int position) { return ring[static_cast<unsigned>(position) % kRing]; }
+  __device__ const int32_t& operator[](int position) const { return ring[static_cast<unsigned>(position) % kRing]; }
+};
+
+// Chunk c (16 bytes) of row r is stored at chunk c xor (r mod 8), which spares every access bank conflicts.
+template <int kDim, int kHalves>
+struct Shared {
+  uint16_t q[kHalves * kHalf][kDim];
+  uint16_t k[kKeys][kDim], v[kKeys][kDim];
+  KeyList list;
+};
+
+// threadIdx.x, read anew. What follows from it is then computed where it is used: the accumulators leave no registers to
+// keep it in.
+__device__ int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  __builtin_assume(thread >= 0 && thread < kThreads);
+  return thread;
+}
+
+// One warp lists the first `needed` keys or more, as far as there are any, 32 words at a time.
+template <bool kDense>
+__device__ void extend(const AttendLaunch& at, KeyList& list, int needed) {
+  const int lane = thread_index() % 32;
+  const int words = kDense ? 0 : static_cast<int>(at.words), rounded = (words + 31) / 32 * 32;
+  const int extra_words = (at.extra_count + 31) / 32;
+  const AttendTile& tile = list.tile;
+  needed = min(needed, tile.keys + tile.extra);
+  while (list.made < needed && list.taken < rounded + extra_words) {
+    const int made = list.made, taken = list.taken, mine = taken + lane;
+    const bool extra = taken >= rounded;
+    uint32_t bits = 0;
+    if (mine < words) {
+      const uint32_t* from = at.mask[tile.head] + tile.group * at.words + mine;
+      bits = at.keep == nullptr ? *from : *from | at.keep[mine];
+      if (mine + 32 < words) prefetch_l2(from + 32);
+    } else if (extra && mine - rounded < extra_words) {
+      bits = at.extra_mask[tile.head][int64_t{tile.group} * extra_words + mine - rounded];
+    }
+    const int count = __popc(bits);
+    int end = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, end, step);
+      if (lane >= step) end += below;
+    }
+    const int base = 32 * (extra ? mine - rounded : mine);
+    for (int p = made + end - count; bits != 0; bits &= bits - 1) list[p++] = base + __ffs(bits) - 1;
+    __syncwarp();
+    if (lane == 31) {
+      list.taken = taken + 32;
+      list.made = made + end;
+    }
+    __syncwarp();
+  }
+}
+
+// Starts copying step `block` of K or V to the shared address `to`: each thread a chunk of some consecutive keys.
+template <int kDim, bool kDense, bool kValues>
+__device__ void load(const AttendLaunch& at, const KeyList& list, int block, uint32_t to) {
+  constexpr int kChunks = kDim / 8, kRows = kKeys * kChunks / kThreads;
+  const AttendTile& tile = list.tile;
+  const int thread = thread_index(), row = thread / kChunks * kRows, chunk = thread % kChunks;
+  const int first = block * kKeys + row;
+  const bool used = 8 * chunk < at.dim;
+  const char* rows = (kValues ? list.v : list.k) + 16 * chunk;
+  const auto pitch = static_cast<uint32_t>((kValues ? at.v.row_step : at.k.row_step) * 2);
+  to += row * kDim * 2 + (chunk ^ (row % 8)) * 16;
+  const auto copy = [&](int j, const void* from, bool valid) {
+    copy_async_16((to ^ (j * 16)) + j * kDim * 2, from, valid);
+  };
+  if (kKeys * (block + 1) <= tile.keys) {
+    const auto copy_key = [&](int j, int key) {
+      copy(j, rows + static_cast<uint64_t>(pitch) * static_cast<uint32_t>(key), used);
+    };
+#pragma unroll
+    for (int j = 0; j < kRows; j += 4) {
+      int4 key{first + j, first + j + 1, first + j + 2, first + j + 3};
+      if (!kDense) key = *reinterpret_cast<const int4*>(&list[first + j]);
+      copy_key(j, key.x);
+      copy_key(j + 1, key.y);
+      copy_key(j + 2, key.z);
+      copy_key(j + 3, key.w);
+    }
+  } else {
+    const uint16_t* extra = (kValues ? at.extra_v : at.extra_k)[tile.head] + 8 * chunk;
+#pragma unroll 1
+    for (int j = 0; j < kRows; ++j) {
+      const int p = first + j;
+      const int64_t key = kDense && p < tile.keys ? p : list[p];
+      const void* from = p < tile.keys ? static_cast<const void*>(rows + key * pitch) : extra + key * at.dim;
+      const bool valid = used && p < tile.keys + tile.extra;
+      copy(j, valid ? from : rows, valid);
+    }
+  }
+}
+
+// Fragments: a warp's 16 x 8 tile of f32 is float[4] per lane, entry 2 r + e being row lane / 4 + 8 r, column
+// 2 (lane % 4) + e.
+
+// s += q k^T for this warp's 16 rows of each half.
+template <class T, int kDim, int kHalves>
+__device__ void multiply_keys(float (&s)[kHalves][kKeys / 8][4], uint32_t q, uint32_t k) {
+  const int thread = thread_index(), lane = thread % 32, q_row = lane % 16, k_row = lane % 8 + lane / 16 * 8;
+  q += (thread / 32 * 16 + q_row) * kDim * 2 + ((lane / 16) ^ (q_row % 8)) * 16;
+  k += k_row * kDim * 2 + ((lane / 8 % 2) ^ (k_row % 8)) * 16;
+#pragma unroll
+  for (int c = 0; c < kDim / 16; ++c) {
+    uint32_t a[kHalves][4];
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) load_matrix_x4(a[h], (q ^ (c * 32)) + h * kHalf * kDim * 2);
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      uint32_t b[4];
+      load_matrix_x4(b, (k ^ (c * 32)) + n * 16 * kDim * 2);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        mma_16x8x16<T>(s[h][2 * n], a[h], b[0], b[1]);
+        mma_16x8x16<T>(s[h][2 * n + 1], a[h], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// o += weights v.
+template <class T, int kDim, int kHalves>
+__device__ void multiply_values(float (&o)[kHalves][kDim / 8][4], const uint32_t (&weights)[kHalves][kKeys / 16][4],
+                                uint32_t v) {
+  const int lane = thread_index() % 32, row = lane % 16;
+  v += row * kDim * 2 + ((lane / 16) ^ (row % 8)) * 16;
+#pragma unroll
+  for (int c = 0; c < kKeys / 16; ++c) {
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      uint32_t b[4];
+      load_matrix_x4_transposed(b, (v ^ (d * 32)) + c * 16 * kDim * 2);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        mma_16x8x16<T>(o[h][2 * d], weights[h][c], b[0], b[1]);
+        mma_16x8x16<T>(o[h][2 * d + 1], weights[h][c], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The step with the end of the selected keys, and those after it: extra keys have a bias, and padding has no weight.
+template <int kHalves>
+__device__ void add_bias(float (&s)[kHalves][kKeys / 8][4], const AttendLaunch& at, const KeyList& list, int block) {
+  const AttendTile& tile = list.tile;
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int p = block * kKeys + 8 * n + 2 * (thread_index() % 4) + e;
+      const bool padding = p >= tile.keys + tile.extra;
+      float bias = 0;
+      if (p >= tile.keys && !padding) bias = __fdividef(at.extra_bias[tile.head][list[p]], at.scale);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        s[h][n][e] = padding ? -INFINITY : s[h][n][e] + bias;
+        s[h][n][2 + e] = padding ? -INFINITY : s[h][n][2 + e] + bias;
+      }
+    }
+  }
+}
+
+// One half's scores become weights, exp2 of their distance from the row's maximum, packed as fragments of A.
+template <class T, int kDim>
+__device__ void softmax(const float (&s)[kKeys / 8][4], float unit, float (&top)[2], float (&sum)[2],
+                        uint32_t (&weights)[kKeys / 16][4], float (&o)[kDim / 8][4]) {
+  float factor[2] = {1, 1};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float most = s[0][2 * r];
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    if ((most - top[r]) * unit > kSlack) {
+      factor[r] = exp2_fast((top[r] - most) * unit);
+      top[r] = most;
+    }
+  }
+  if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] *= factor[r];
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[d][e] *= factor[e / 2];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float base = top[r] == -INFINITY ? 0 : top[r] * unit;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      const float x = exp2_fast(fmaf(s[n][2 * r], unit, -base));
+      const float y = exp2_fast(fmaf(s[n][2 * r + 1], unit, -base));
+      sum[r] += x + y;
+      weights[n / 2][n % 2 * 2 + r] = pack<T>(x, y);
+    }
+  }
+}
+
+template <class T, int kDim, int kHalves, bool kDense>
+__device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& shared) {
+  KeyList& list = shared.list;
+  const AttendTile& tile = list.tile;
+  const uint32_t q = shared_address(shared.q), k = shared_address(shared.k), v = shared_address(shared.v);
+  const auto query = [&](int row) -> int64_t {
+    return at.order ? at.order[tile.head][tile.begin + row] : tile.begin + row;
+  };
+  for (int i = thread_index(); i < kHalves * kHalf * kDim / 8; i += kThreads) {
+    const int row = i / (kDim / 8), chunk = i % (kDim / 8);
+    const bool valid = row < tile.rows && 8 * chunk < at.dim;
+    const uint16_t* from = valid ? at.q.row(tile.head, query(row)) + 8 * chunk : at.q.base;
+    copy_async_16(q + row * kDim * 2 + (chunk ^ (row % 8)) * 16, from, valid);
+  }
+  const int blocks = (tile.keys + tile.extra + kKeys - 1) / kKeys;
+  if (thread_index() < 32) extend<kDense>(at, list, kKeys);
+  __syncthreads();
+  if (blocks > 0) load<kDim, kDense, false>(at, list, 0, k);
+
+  const float unit = at.scale * 1.44269504088896f;  // scores in units of log 2
+  float o[kHalves][kDim / 8][4] = {}, sum[kHalves][2] = {}, top[kHalves][2];
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) top[h][0] = top[h][1] = -INFINITY;
+  for (int block = 0; block < blocks; ++block) {
+    copy_async_wait();
+    __syncthreads();  // K is here, and V's place is free
+    load<kDim, kDense, true>(at, list, block, v);
+    if (thread_index() < 32) extend<kDense>(at, list, (block + 2) * kKeys);
+    float s[kHalves][kKeys / 8][4] = {};
+    multiply_keys<T, kDim>(s, q, k);
+    if (kKeys * (block + 1) > tile.keys) add_bias(s, at, list, block);
+    uint32_t weights[kHalves][kKeys / 16][4];
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) softmax<T, kDim>(s[h], unit, top[h], sum[h], weights[h], o[h]);
+
+    copy_async_wait();
+    __syncthreads();  // V is here, and K's place is free
+    if (block + 1 < blocks) load<kDim, kDense, false>(at, list, block + 1, k);
+    multiply_values<T, kDim>(o, weights, v);
+  }
+  copy_async_wait();  // a tile without keys has only waited for them, not for Q
+
+  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float all = sum[h][r];
+      all += __shfl_xor_sync(0xffffffffu, all, 1);
+      all += __shfl_xor_sync(0xffffffffu, all, 2);
+      const int row = h * kHalf + 16 * warp + 8 * r + lane / 4;
+      if (row >= tile.rows) continue;
+      const int64_t token = query(row);
+      const float inverse = all == 0 ? 0 : 1 / all;
+      uint16_t* out = at.out.row(tile.head, token) + 2 * (lane % 4);
+#pragma unroll
+      for (int d = 0; d < kDim / 8; ++d) {
+        const uint32_t pair = pack<T>(o[h][d][2 * r] * inverse, o[h][d][2 * r + 1] * inverse);
+        if (8 * d < at.dim) *reinterpret_cast<uint32_t*>(out + 8 * d) = pair;
+      }
+      if (at.lse && lane % 4 == 0) at.lse[tile.head][token] = top[h][r] * at.scale + logf(all);
+    }
+  }
+}
+
+// Takes the tiles of this many halves and leaves the others to another launch: one kernel for both spills registers.
+template <class T, int kDim, int kHalves, bool kDense>
+__global__ void __launch_bounds__(kThreads, kHalves == 2 ? 2 : 3) attend_kernel(const __grid_constant__ AttendLaunch at) {
+  extern __shared__ __align__(128) char memory[];
+  auto& shared = *reinterpret_cast<Shared<kDim, kHalves>*>(memory);
+  while (true) {
+    __syncthreads();  // every warp is done with the tile before
+    if (threadIdx.x == 0) {
+      AttendTile tile{};
+      do {
+        const int next = atomicAdd(at.next_tile, 1);
+        tile.rows = 0;
+        if (next < *at.tile_count) tile = at.tiles[next];
+      } while (tile.rows > 0 && (tile.rows > kHalf) != (kHalves == 2));
+      KeyList& list = shared.list;
+      list.tile = tile;
+      list.k = reinterpret_cast<const char*>(at.k.row(tile.head, 0));
+      list.v = reinterpret_cast<const char*>(at.v.row(tile.head, 0));
+      list.made = kDense ? tile.keys : 0;
+      list.taken = 0;
+    }
+    __syncthreads();
+    if (shared.list.tile.rows == 0) return;
+    attend_tile<T, kDim, kHalves, kDense>(at, shared);
+  }
+}
+
+template <class T, int kDim, int kHalves, bool kDense>
+void launch(const Exec& exec, const AttendLaunch& at) {
+  const auto kernel = attend_kernel<T, kDim, kHalves, kDense>;
+  constexpr int kBytes = sizeof(Shared<kDim, kHalves>);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "attend_sm80");
+  int blocks = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kBytes), "attend_sm80");
+  blocks = std::min(at.most_tiles, std::max(blocks, 1) * exec.device->multiprocessors);
+  check(cudaMemsetAsync(at.next_tile, 0, sizeof(int32_t), stream(exec)), "attend_sm80");
+  kernel<<<blocks, kThreads, kBytes, stream(exec)>>>(at);
+  check_launch("attend_sm80");
+}
+
+template <class T, int kDim, bool kDense>
+void launch(const Exec& exec, const AttendLaunch& at) {
+  launch<T, kDim, 2, kDense>(exec, at);
+  launch<T, kDim, 1, kDense>(exec, at);
+}
+
+template <class T>
+void launch(const Exec& exec, const AttendLaunch& at) {
+  if (at.dim > 64) {
+    at.mask ? launch<T, 128, false>(exec, at) : launch<T, 128, true>(exec, at);
+  } else {
+    at.mask ? launch<T, 64, false>(exec, at) : launch<T, 64, true>(exec, at);
+  }
+}
+
+}  // namespace
+
+void attend_sm80(const Exec& exec, const AttendLaunch& at) {
+  at.dtype == DType::bf16 ? launch<__nv_bfloat16>(exec, at) : launch<__half>(exec, at);
+}
+
+}  // namespace scope::cuda

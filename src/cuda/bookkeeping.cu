@@ -1,0 +1,391 @@
+// Token lists, the rest of a selection and copies on the GPU.
+#include <cuda_bf16.h>
+
+#include <cstring>
+
+#include "core/numeric.h"
+#include "cuda/launch.h"
+#include "cuda/stages.h"
+
+namespace scope::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+// Blocks for n items, a thread each, bounded: kernels loop over what is left.
+unsigned blocks_for(int64_t n) {
+  return static_cast<unsigned>(std::min<int64_t>(std::max<int64_t>(ceil_div(n, kThreads), 1), 4096));
+}
+
+__device__ int64_t thread_index() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+__device__ int64_t thread_count() { return int64_t{gridDim.x} * blockDim.x; }
+
+// Runs of consecutive tokens, as many as travel in one launch's parameters.
+struct Runs {
+  static constexpr int kMost = 1000;
+  int count;
+  int32_t begin[kMost];
+  int32_t end[kMost];
+  int32_t at[kMost];  // where the run goes in the list
+};
+
+// The runs' tokens into a list, and their bits into a mask (either may be null).
+__global__ void expand_runs(const __grid_constant__ Runs runs, int32_t* list, uint32_t* mask) {
+  for (int r = 0; r < runs.count; ++r) {
+    const int64_t length = runs.end[r] - runs.begin[r];
+    for (int64_t i = thread_index(); list != nullptr && i < length; i += thread_count()) {
+      list[runs.at[r] + i] = static_cast<int32_t>(runs.begin[r] + i);
+    }
+    const int64_t first = runs.begin[r] / 32, last = (runs.end[r] + 31) / 32;
+    for (int64_t w = first + thread_index(); mask != nullptr && w < last; w += thread_count()) {
+      uint32_t bits = ~0u;
+      if (w == first) bits &= ~0u << (runs.begin[r] % 32);
+      if (32 * (w + 1) > runs.end[r]) bits &= ~(~0u << (runs.end[r] % 32));
+      if (bits == ~0u) {
+        mask[w] = bits;
+      } else {
+        atomicOr(&mask[w], bits);  // two runs may end in one word
+      }
+    }
+  }
+}
+
+// Collects runs on the host and sends them off when a launch is full.
+class RunSender {
+ public:
+  RunSender(const Exec& exec, int32_t* list, uint32_t* mask) : exec_(exec), list_(list), mask_(mask) { runs_.count = 0; }
+  void add(int64_t begin, int64_t end) {
+    if (begin == end) return;
+    if (runs_.count == Runs::kMost) send();
+    const int i = runs_.count++;
+    runs_.begin[i] = static_cast<int32_t>(begin);
+    runs_.end[i] = static_cast<int32_t>(end);
+    runs_.at[i] = static_cast<int32_t>(at_);
+    at_ += end - begin;
+    longest_ = std::max(longest_, end - begin);
+  }
+  void send() {
+    if (runs_.count == 0) return;
+    expand_runs<<<blocks_for(longest_), kThreads, 0, stream(exec_)>>>(runs_, list_, mask_);
+    check_launch("expand_runs");
+    runs_.count = 0;
+    longest_ = 0;
+  }
+
+ private:
+  const Exec& exec_;
+  int32_t* list_;
+  uint32_t* mask_;
+  Runs runs_;
+  int64_t at_ = 0, longest_ = 0;
+};
+
+// Calls run(begin, end, bit) for the maximal runs of equal bits of [0, n).
+template <class Run>
+void each_run(const uint32_t* mask, int64_t n, const Run& run) {
+  if (mask == nullptr) return run(0, n, false);
+  int64_t begin = 0;
+  bool bit = n > 0 && mask_bit(mask, 0);
+  for (int64_t i = 1; i < n;) {
+    if (i % 32 == 0 && i + 32 <= n && mask[i / 32] == (bit ? ~0u : 0u)) {
+      i += 32;
+      continue;
+    }
+    if (mask_bit(mask, i) != bit) {
+      run(begin, i, bit);
+      begin = i;
+      bit = !bit;
+    }
+    ++i;
+  }
+  run(begin, n, bit);
+}
+
+__global__ void set_offsets(int64_t* offsets, int64_t end) {
+  offsets[0] = 0;
+  offsets[1] = end;
+}
+
+}  // namespace
+
+void describe(const Exec& exec, const DescribeArgs& args) {
+  const Tokens& t = args.tokens;
+  const int64_t words = mask_words(t.k_tokens);
+  fill(exec, args.valid, 0, 0, words, 1);
+  fill(exec, args.kept, 0, 0, words, 1);
+  RunSender keys(exec, args.k_rows, args.valid), kept(exec, nullptr, args.kept);
+  each_run(args.keep, t.valid_k, [&](int64_t begin, int64_t end, bool bit) { (bit ? kept : keys).add(begin, end); });
+  keys.send();
+  kept.send();
+  RunSender queries(exec, args.q_rows, nullptr), dense(exec, args.q_rows + t.queries, nullptr),
+      idle(exec, args.q_rows + t.valid_q, nullptr);
+  each_run(args.dense_queries, t.valid_q,
+           [&](int64_t begin, int64_t end, bool bit) { (bit ? dense : queries).add(begin, end); });
+  idle.add(t.valid_q, t.q_tokens);
+  queries.send();
+  dense.send();
+  idle.send();
+  set_offsets<<<1, 1, 0, stream(exec)>>>(args.offsets, t.valid_q);
+  check_launch("set_offsets");
+}
+
+namespace {
+
+__device__ double block_sum(double value, double* shared) {
+  shared[threadIdx.x] = value;
+  __syncthreads();
+  for (int step = kThreads / 2; step > 0; step /= 2) {  // one fixed tree: the same bits every time
+    if (threadIdx.x < step) shared[threadIdx.x] += shared[threadIdx.x + step];
+    __syncthreads();
+  }
+  const double sum = shared[0];
+  __syncthreads();
+  return sum;
+}
+
+// A block per head.
+__global__ void finish_heads(const FinishArgs args) {
+  const Tokens& t = args.tokens;
+  const int64_t h = blockIdx.x, words = (t.k_tokens + 31) / 32, groups = args.groups, all = args.all_groups;
+  HeadStats& head = args.report[h];
+  if (groups == 0) {
+    if (threadIdx.x == 0) {
+      head = HeadStats{};
+      head.density = head.total_density = 1;
+      head.queries = t.queries;
+      head.keys = t.keys;
+    }
+    return;
+  }
+  int32_t* labels = args.labels + h * t.q_tokens;
+  int32_t* sizes = args.sizes + h * args.row_groups;
+  int32_t* counts = args.counts + h * args.row_groups;
+  int32_t* order = args.order + h * t.q_tokens;
+  int64_t* offsets = args.offsets + h * (args.row_groups + 1);
+  uint32_t* mask = args.mask + h * args.row_groups * words;
+  const int64_t last = t.dense > 0 ? all - 1 : all;
+  for (int64_t c = groups + threadIdx.x; c < all; c += kThreads) {
+    sizes[c] = c == last ? static_cast<int32_t>(t.dense) : 0;
+    counts[c] = c == last ? static_cast<int32_t>(t.keys) : 0;
+    offsets[c + 1] = c == last ? t.valid_q : t.queries;
+  }
+  for (int64_t i = threadIdx.x; i < (all - groups) * words; i += kThreads) {
+    mask[groups * words + i] = groups + i / words == last ? args.valid[i % words] : 0;
+  }
+  for (int64_t i = t.queries + threadIdx.x; i < t.q_tokens; i += kThreads) {
+    const int32_t token = args.q_rows[i];
+    order[i] = token;
+    if (i < t.valid_q) labels[token] = static_cast<int32_t>(last);
+  }
+  if (args.tail_groups > 0) {
+    const int64_t tail_words = (args.tail_groups + 31) / 32;
+    uint32_t* tail = args.tail_mask + h * args.row_groups * tail_words;
+    for (int64_t i = threadIdx.x; i < all * tail_words; i += kThreads) {
+      const int64_t c = i / tail_words;
+      const bool sees =
+          c < groups && i % tail_words == c / 32 && sizes[c] > 0 && isfinite(args.tail_bias[h * args.tail_groups + c]);
+      tail[i] = sees ? 1u << (c % 32) : 0u;
+    }
+  }
+  __syncthreads();
+
+  __shared__ double shared[kThreads];
+  double pairs = 0, total = 0, empty = 0, high = 0, low = static_cast<double>(t.keys);
+  for (int64_t c = threadIdx.x; c < all; c += kThreads) {
+    total += static_cast<double>(sizes[c]) * static_cast<double>(counts[c] + t.kept);
+    if (c >= groups) continue;
+    if (sizes[c] == 0) {
+      ++empty;
+      continue;
+    }
+    pairs += static_cast<double>(sizes[c]) * counts[c];
+    high = fmax(high, static_cast<double>(counts[c]));
+    low = fmin(low, static_cast<double>(counts[c]));
+  }
+  pairs = block_sum(pairs, shared);
+  total = block_sum(total, shared);
+  empty = block_sum(empty, shared);
+  shared[threadIdx.x] = high;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < kThreads; ++i) high = fmax(high, shared[i]);
+  }
+  __syncthreads();
+  shared[threadIdx.x] = low;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 1; i < kThreads; ++i) low = fmin(low, shared[i]);
+  head.density = pairs / (static_cast<double>(t.queries) * static_cast<double>(t.keys));
+  head.total_density = total / (static_cast<double>(t.valid_q) * static_cast<double>(t.valid_k));
+  head.queries = t.queries;
+  head.keys = t.keys;
+  head.groups = groups;
+  head.codes = args.codes;
+  head.empty_groups = static_cast<int64_t>(empty);
+  head.empty_codes = 0;
+  for (int64_t m = 0; args.codes > 0 && m < args.subspaces; ++m) head.empty_codes += args.empty[h * args.subspaces + m];
+  head.min_count = static_cast<int64_t>(low);
+  head.max_count = static_cast<int64_t>(high);
+}
+
+// A warp per (head, group): where its queries begin in the order, and then the queries themselves, ascending.
+__device__ bool attends(const ImportArgs& args, int64_t i, int32_t label) {
+  return i < args.tokens.valid_q && label >= 0 && label < args.groups;
+}
+
+__global__ void count_labels(const ImportArgs args) {
+  const int64_t h = blockIdx.x;
+  int64_t* offsets = args.offsets + h * (args.row_groups + 1);
+  for (int64_t c = threadIdx.x; c <= args.groups; c += kThreads) offsets[c] = 0;
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < args.tokens.q_tokens; i += kThreads) {
+    const int32_t label = args.labels[h * args.tokens.q_tokens + i];
+    if (attends(args, i, label)) atomicAdd(reinterpret_cast<unsigned long long*>(offsets + label + 1), 1ull);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int64_t c = 0; c < args.groups; ++c) offsets[c + 1] += offsets[c];
+  }
+}
+
+__global__ void place_labels(const ImportArgs args, int64_t warps) {
+  const int64_t warp = thread_index() / 32;
+  const int lane = threadIdx.x % 32;
+  if (warp >= warps) return;
+  const int64_t h = warp / (args.groups + 1), group = warp % (args.groups + 1);  // the last one gathers the idle queries
+  const int32_t* labels = args.labels + h * args.tokens.q_tokens;
+  int32_t* order = args.order + h * args.tokens.q_tokens;
+  int64_t at = args.offsets[h * (args.row_groups + 1) + group];
+  for (int64_t first = 0; first < args.tokens.q_tokens; first += 32) {
+    const int64_t i = first + lane;
+    const bool inside = i < args.tokens.q_tokens;
+    const int32_t label = inside ? labels[i] : -1;
+    const bool valid = inside && attends(args, i, label);
+    const bool mine = inside && (group == args.groups ? !valid : valid && label == group);
+    const uint32_t vote = __ballot_sync(~0u, mine);
+    if (mine) order[at + __popc(vote & ~(~0u << lane))] = static_cast<int32_t>(i);
+    at += __popc(vote);
+  }
+}
+
+__device__ uint32_t valid_bits(int64_t word, int64_t valid) {
+  const int64_t left = valid - 32 * word;
+  return left >= 32 ? ~0u : left <= 0 ? 0u : ~(~0u << left);
+}
+
+__global__ void import_masks(const ImportArgs args, int64_t words) {
+  const int64_t per_head = args.groups * words;
+  for (int64_t i = thread_index(); i < args.heads * per_head; i += thread_count()) {
+    args.mask[i / per_head * args.row_groups * words + i % per_head] =
+        args.selected[i] & valid_bits(i % words, args.tokens.valid_k);
+  }
+  for (int64_t w = thread_index(); w < words; w += thread_count()) {
+    args.kept[w] = args.keep == nullptr ? 0 : args.keep[w] & valid_bits(w, args.tokens.valid_k);
+  }
+}
+
+__global__ void fill_words(uint32_t* to, int64_t step, uint32_t value, int64_t count, int64_t rows) {
+  for (int64_t i = thread_index(); i < count * rows; i += thread_count()) to[i / count * step + i % count] = value;
+}
+
+__global__ void copy_words(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step, int64_t count,
+                           int64_t rows) {
+  for (int64_t i = thread_index(); i < count * rows; i += thread_count()) {
+    to[i / count * to_step + i % count] = from[i / count * from_step + i % count];
+  }
+}
+
+template <class From, class To>
+__global__ void convert_elements(const From* from, To* to, int64_t count) {
+  for (int64_t i = thread_index(); i < count; i += thread_count()) to[i] = static_cast<To>(static_cast<float>(from[i]));
+}
+
+__global__ void scatter_words(const int32_t* from, int64_t from_step, const int32_t* rows, int64_t count, int32_t* to,
+                              int64_t to_step, int64_t heads) {
+  for (int64_t i = thread_index(); i < count * heads; i += thread_count()) {
+    const int64_t h = i / count, j = i % count;
+    to[h * to_step + (rows == nullptr ? j : rows[j])] = from[h * from_step + j];
+  }
+}
+
+__global__ void write_slot(StateSlot* slot, StateSlot value) { *slot = value; }
+
+struct Header {
+  uint32_t words[16];
+};
+
+__global__ void compare_slot(const uint32_t* state, const __grid_constant__ Header header, const StateSlot* slot,
+                             StateSlot expected, uint32_t flag, uint32_t* status) {
+  bool same = slot->groups == expected.groups && slot->codes == expected.codes;
+  for (int i = 0; i < 16; ++i) same = same && state[i] == header.words[i];
+  if (!same) *status |= flag;
+}
+
+}  // namespace
+
+void finish(const Exec& exec, const FinishArgs& args) {
+  if (args.heads == 0) return;
+  finish_heads<<<static_cast<unsigned>(args.heads), kThreads, 0, stream(exec)>>>(args);
+  check_launch("finish_heads");
+}
+
+void import_selection(const Exec& exec, const ImportArgs& args) {
+  const int64_t words = mask_words(args.tokens.k_tokens), warps = args.heads * (args.groups + 1);
+  count_labels<<<static_cast<unsigned>(args.heads), kThreads, 0, stream(exec)>>>(args);
+  check_launch("count_labels");
+  place_labels<<<static_cast<unsigned>(ceil_div(warps * 32, kThreads)), kThreads, 0, stream(exec)>>>(args, warps);
+  check_launch("place_labels");
+  import_masks<<<blocks_for(args.heads * args.groups * words), kThreads, 0, stream(exec)>>>(args, words);
+  check_launch("import_masks");
+}
+
+void set_slot(const Exec& exec, StateSlot* slot, StateSlot value) {
+  write_slot<<<1, 1, 0, stream(exec)>>>(slot, value);
+  check_launch("write_slot");
+}
+
+void check_slot(const Exec& exec, const void* state, const void* header, const StateSlot* slot, StateSlot expected,
+                uint32_t flag, uint32_t* status) {
+  Header copy;
+  std::memcpy(&copy, header, sizeof copy);
+  compare_slot<<<1, 1, 0, stream(exec)>>>(static_cast<const uint32_t*>(state), copy, slot, expected, flag, status);
+  check_launch("compare_slot");
+}
+
+void fill(const Exec& exec, void* to, int64_t step, uint32_t value, int64_t count, int64_t rows) {
+  if (count * rows == 0) return;
+  fill_words<<<blocks_for(count * rows), kThreads, 0, stream(exec)>>>(static_cast<uint32_t*>(to), step, value, count, rows);
+  check_launch("fill_words");
+}
+
+void copy(const Exec& exec, const void* from, int64_t from_step, void* to, int64_t to_step, int64_t count, int64_t rows) {
+  if (count * rows == 0) return;
+  copy_words<<<blocks_for(count * rows), kThreads, 0, stream(exec)>>>(static_cast<const uint32_t*>(from), from_step,
+                                                                      static_cast<uint32_t*>(to), to_step, count, rows);
+  check_launch("copy_words");
+}
+
+void convert(const Exec& exec, const void* from, DType from_type, void* to, DType to_type, int64_t count) {
+  if (count == 0) return;
+  const unsigned blocks = blocks_for(count);
+  const bool from_f32 = from_type == DType::f32, to_f32 = to_type == DType::f32;
+  const cudaStream_t s = stream(exec);
+  if (from_f32 && to_f32) {
+    convert_elements<<<blocks, kThreads, 0, s>>>(static_cast<const float*>(from), static_cast<float*>(to), count);
+  } else if (from_f32) {
+    convert_elements<<<blocks, kThreads, 0, s>>>(static_cast<const float*>(from), static_cast<__nv_bfloat16*>(to), count);
+  } else {
+    convert_elements<<<blocks, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(from), static_cast<float*>(to), count);
+  }
+  check_launch("convert_elements");
+}
+
+void scatter(const Exec& exec, const int32_t* from, int64_t from_step, const int32_t* rows, int64_t count, int32_t* to,
+             int64_t to_step, int64_t heads) {
+  if (count * heads == 0) return;
+  scatter_words<<<blocks_for(count * heads), kThreads, 0, stream(exec)>>>(from, from_step, rows, count, to, to_step, heads);
+  check_launch("scatter_words");
+}
+
+}  // namespace scope::cuda

@@ -1,0 +1,48 @@
+// encode on CUDA: one K-means per channel subset, several subsets at a time.
+#include <algorithm>
+
+#include "cuda/kmeans.h"
+#include "cuda/stages.h"
+#include "stages/encode.h"
+
+namespace scope::cuda {
+
+int64_t encode_scratch(const Exec&, int64_t tokens, int64_t, int64_t codes) { return kmeans_scratch(tokens, codes, false); }
+
+void encode(const Exec& exec, std::span<const EncodeArgs> heads) {
+  const EncodeArgs& args = heads[0];
+  KMeansBatch batch;
+  batch.dtype = args.k.dtype;
+  batch.points = head_rows<const uint16_t>(heads, [](const EncodeArgs& a) { return a.k; });
+  batch.heads = static_cast<int>(heads.size());
+  batch.tokens = args.k.tokens;
+  batch.dim = args.k.dim;
+  batch.rows = args.rows;
+  batch.count = args.count;
+  batch.clusters = args.codes;
+  batch.iterations = args.iterations;
+  batch.sample = args.sample;
+  batch.warm = args.warm;
+  batch.random = {.seed = args.seed, .tensor = 1};
+  batch.centroids = per_head(heads, [](const EncodeArgs& a) { return a.codebooks; });
+  batch.status = args.status;
+  batch.labels = per_head(heads, [](const EncodeArgs& a) { return a.labels; });
+  batch.empty = per_head(heads, [](const EncodeArgs& a) { return a.empty; });
+  batch.scratch = args.scratch;
+  const Partition& partition = *args.partition;
+  for (size_t first = 0; first < partition.size(); first += kMostSubsets) {
+    batch.subsets = static_cast<int>(std::min<size_t>(kMostSubsets, partition.size() - first));
+    int64_t depth = 0;
+    for (int m = 0; m < batch.subsets; ++m) {
+      batch.channels[m] = partition[first + static_cast<size_t>(m)];
+      depth += static_cast<int64_t>(batch.channels[m].size());
+    }
+    kmeans(exec, batch);
+    batch.random.subspace += static_cast<uint32_t>(batch.subsets);
+    batch.centroids.base += args.codes * depth;
+    batch.labels.base += args.count * batch.subsets;
+    batch.empty.base += batch.subsets;
+  }
+}
+
+}  // namespace scope::cuda

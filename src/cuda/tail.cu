@@ -1,0 +1,123 @@
+// The first-order tail on CUDA: for each group, the softmax-weighted means of the keys and values that it drops.
+#include <algorithm>
+
+#include "core/numeric.h"
+#include "cuda/select.h"
+
+namespace scope::cuda {
+
+namespace {
+
+constexpr int kGroups = 16, kKeys = 64, kThreads = 128;  // of a block; a thread owns one channel
+
+// A part's result for one group: its highest dropped logit, the sum of weights relative to it, and two weighted sums.
+__global__ void __launch_bounds__(kThreads)
+    tail_sums(ProxyLaunch p, SelectSpace s, MaskLaunch mask, TailLaunch tail, int group_blocks) {
+  __shared__ float weight[kGroups][kKeys];
+  __shared__ float top[kGroups], rescale[kGroups], total[kGroups];
+  const int64_t head = blockIdx.x / kTailParts / group_blocks;
+  const int group0 = blockIdx.x / kTailParts % group_blocks * kGroups, part = blockIdx.x % kTailParts;
+  const int channel = threadIdx.x;
+  const int64_t begin = int64_t{p.count} * part / kTailParts, end = int64_t{p.count} * (part + 1) / kTailParts;
+  if (threadIdx.x < kGroups) top[threadIdx.x] = -INFINITY, total[threadIdx.x] = 0;
+  float mean_k[kGroups] = {}, mean_v[kGroups] = {};
+  for (int64_t first = begin; first < end; first += kKeys) {
+    const int n = static_cast<int>(min(int64_t{kKeys}, end - first));
+    __syncthreads();
+    for (int i = threadIdx.x; i < kGroups * kKeys; i += kThreads) {
+      const int g = i / kKeys, j = i % kKeys, group = group0 + g;
+      float logit = -INFINITY;
+      if (group < p.groups && j < n && tail.sizes[head][group] > 0) {
+        const auto key = static_cast<int32_t>(first + j);
+        const int32_t token = p.token(key);
+        const bool kept = (mask.rows[head][group * mask.words + token / 32] >> (token % 32) & 1) != 0;
+        if (!kept) logit = p.score(static_cast<int32_t>(head), group, key);
+      }
+      weight[g][j] = isnan(logit) ? -INFINITY : logit;
+    }
+    __syncthreads();
+    for (int g = threadIdx.x / 32; g < kGroups; g += kThreads / 32) {
+      const int lane = threadIdx.x % 32;
+      float high = fmaxf(weight[g][lane], weight[g][lane + 32]);
+      for (int offset = 16; offset > 0; offset /= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, offset));
+      const float before = top[g], now = fmaxf(before, high);
+      const auto weigh = [&](float logit) { return logit == -INFINITY ? 0.0f : expf(logit - now); };
+      const float a = weigh(weight[g][lane]), b = weigh(weight[g][lane + 32]);
+      weight[g][lane] = a;
+      weight[g][lane + 32] = b;
+      float sum = a + b;
+      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      __syncwarp();
+      if (lane == 0) {
+        rescale[g] = weigh(before);
+        total[g] = total[g] * rescale[g] + sum;
+        top[g] = now;
+      }
+    }
+    __syncthreads();
+    if (channel >= p.dim) continue;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) mean_k[g] *= rescale[g], mean_v[g] *= rescale[g];
+    for (int j = 0; j < n; ++j) {
+      const int32_t token = p.token(static_cast<int32_t>(first + j));
+      const float k = p.element(p.k.row(head, token)[channel]), v = p.element(tail.v.row(head, token)[channel]);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (weight[g][j] == 0) continue;  // a kept key that is not finite must not reach the mean
+        mean_k[g] = fmaf(weight[g][j], k, mean_k[g]);
+        mean_v[g] = fmaf(weight[g][j], v, mean_v[g]);
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    if (group0 + g >= p.groups) break;
+    float* out = s.tail[head] + (int64_t{group0 + g} * kTailParts + part) * (2 + 2 * p.dim);
+    if (threadIdx.x == 0) out[0] = top[g], out[1] = total[g];
+    if (channel < p.dim) out[2 + channel] = mean_k[g], out[2 + p.dim + channel] = mean_v[g];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) tail_means(ProxyLaunch p, SelectSpace s, TailLaunch tail) {
+  __shared__ float products[kThreads];
+  const int64_t head = blockIdx.x / p.groups;
+  const int group = blockIdx.x % p.groups, channel = threadIdx.x;
+  const float* parts = s.tail[head] + int64_t{group} * kTailParts * (2 + 2 * p.dim);
+  const int step = 2 + 2 * p.dim;
+  float top = -INFINITY, total = 0, k = 0, v = 0;
+  for (int i = 0; i < kTailParts; ++i) top = fmaxf(top, parts[i * step]);
+  for (int i = 0; i < kTailParts; ++i) {
+    if (parts[i * step + 1] == 0) continue;
+    const float scale = expf(parts[i * step] - top);
+    total += parts[i * step + 1] * scale;
+    if (channel >= p.dim) continue;
+    k = fmaf(parts[i * step + 2 + channel], scale, k);
+    v = fmaf(parts[i * step + 2 + p.dim + channel], scale, v);
+  }
+  const bool any = total > 0;
+  k = any ? k / total : 0;
+  v = any ? v / total : 0;
+  const int64_t at = int64_t{group} * p.dim + channel;
+  products[threadIdx.x] = channel < p.dim ? p.centroids[head][at] * k : 0;
+  if (channel < p.dim) tail.k[head][at] = k, tail.value[head][at] = v;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  float centre = 0;
+  for (const float x : products) centre += x;
+  tail.bias[head][group] = any ? top + logf(total) - p.scale * centre : -INFINITY;
+}
+
+}  // namespace
+
+void tail_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space, const MaskLaunch& mask,
+               const TailLaunch& tail) {
+  const int64_t group_blocks = ceil_div(p.groups, kGroups), rows = int64_t{p.heads} * p.groups;
+  tail_sums<<<static_cast<unsigned>(p.heads * group_blocks * kTailParts), kThreads, 0, stream(exec)>>>(
+      p, space, mask, tail, static_cast<int>(group_blocks));
+  check_launch("tail_sums");
+  tail_means<<<static_cast<unsigned>(rows), kThreads, 0, stream(exec)>>>(p, space, tail);
+  check_launch("tail_means");
+}
+
+}  // namespace scope::cuda
