@@ -26,7 +26,7 @@ struct Layout {
   uint16_t* extra_k;  // [heads, extra, dim]
   uint16_t* extra_v;  // [heads, extra, dim]
 
-  static int64_t most_tiles(int64_t q_tokens, int64_t groups) { return q_tokens / kTileRows + groups; }
+  static int64_t most_tiles(int64_t q_tokens, int64_t groups) { return q_tokens / std::min(kTileRows80, kTileRows90) + groups; }
 
   Layout(Arena arena, int64_t heads, int64_t q_tokens, int64_t dim, int64_t groups, int64_t extra,
          int64_t* bytes = nullptr) {
@@ -186,7 +186,7 @@ void attend(const Exec& exec, std::span<const AttendArgs> heads) {
                   .k_tokens = args.k.tokens,
                   .words = mask_words(args.k.tokens),
                   .extra_count = extra,
-                  .tile_rows = kTileRows,
+                  .tile_rows = exec.wgmma ? kTileRows90 : kTileRows80,
                   .offsets = per_head(heads, [](const AttendArgs& a) { return a.offsets; }),
                   .mask = per_head(heads, [](const AttendArgs& a) { return a.mask; }),
                   .extra_mask = per_head(heads, [](const AttendArgs& a) { return a.extra.mask; }),

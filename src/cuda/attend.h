@@ -6,11 +6,11 @@
 
 namespace scope::cuda {
 
-// Up to kTileRows queries of one group; a block works on one tile at a time.
-inline constexpr int kTileRows = 128;
+// Queries of one group that a block works on at a time: as many as the kernel's warpgroups or warps hold.
+inline constexpr int kTileRows80 = 128, kTileRows90 = 192;
 struct AttendTile {
   int32_t head, group;
-  int32_t begin, rows;  // queries order[begin .. begin + rows), 1 <= rows <= kTileRows
+  int32_t begin, rows;  // queries order[begin .. begin + rows), 1 <= rows <= the kernel's kTileRows
   int32_t keys;         // set bits of mask OR keep in this group's row (k_tokens when dense)
   int32_t extra;        // set bits of its row of the extra keys' mask
 };

@@ -25,7 +25,7 @@ constexpr int kMostWide = 152;  // centroids that one wgmma multiplies
 constexpr int kPrepareThreads = 1024, kPrepareBlocks = 2;
 constexpr int kScanThreads = 512;
 constexpr int kBins = 1024;     // labels that one pass of the sort tells apart
-constexpr int kStretch = 2048;  // tokens that one warp places
+constexpr int kStretch = 1024;  // tokens that one warp places
 constexpr int kTallyThreads = 256;
 constexpr int kPlaceWarps = 4, kUpdateWarps = 4;
 constexpr int kPiece = 128;      // members that one warp adds up
@@ -197,7 +197,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   float sum = 0;
   if (k < subset.depth) {
 #pragma unroll 16
-    for (int c = first; c < static_cast<int>(w.clusters); c += kLanes) sum += safe(centroids[int64_t{c} * subset.depth + k]) * share;
+    for (int c = first; c < static_cast<int>(w.clusters); c += kLanes)
+      sum += safe(centroids[int64_t{c} * subset.depth + k]) * share;
   }
   sums[first][k] = sum;
   __syncthreads();
@@ -269,6 +270,11 @@ __device__ uint32_t argmax_key(float score, float scale, uint32_t key_scale, int
   return __float_as_uint(fmaf(score, scale, 1.5f)) * key_scale + static_cast<uint32_t>(kKeyColumns - 1 - column);
 }
 
+// Eight bytes that nothing writes. The compiler keeps such loads in order, and together.
+__device__ void load_early(uint32_t& x, uint32_t& y, const void* from) {
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "l"(from) : "memory");
+}
+
 // What a warp knows of its rows: 16-row tiles, of which each thread holds a quarter of rows lane / 4 and lane / 4 + 8.
 // In every k-step, the four threads that share a row take four consecutive channels each, and the centroids are stored
 // in the same order: so rows go straight from global memory to registers.
@@ -285,18 +291,26 @@ struct TileRows {
     for (int i = 0; i < (kTiles + 1) / 2; ++i) {
       token[i] = token_at(w, m, min(base + i * 32 + lane, static_cast<int>(w.seen) - 1));
     }
+    int offset[kSteps];  // where the last k-step ends early, a valid place instead
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int channel = subset.step[s] * 16 + quarter * 4;
+      offset[s] = channel < w.dim ? channel : 0;
+    }
 #pragma unroll
     for (int i = 0; i < kTiles * 2; ++i) {  // row i * 8 + lane / 4
       const int32_t t = __shfl_sync(~0u, token[i / 4], i % 4 * 8 + lane / 4);
-      const uint16_t* row = w.points.row(head, t) + quarter * 4;
+      const uint16_t* row = w.points.row(head, t);
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        uint2 four = {0, 0};
-        const int channel = subset.step[s] * 16;
-        if (channel + quarter * 4 < w.dim) four = __ldg(reinterpret_cast<const uint2*>(row + channel));
-        bits[i / 2][s][i % 2] = four.x;
-        bits[i / 2][s][i % 2 + 2] = four.y;
-      }
+      for (int s = 0; s < kSteps; ++s) load_early(bits[i / 2][s][i % 2], bits[i / 2][s][i % 2 + 2], row + offset[s]);
+    }
+    __syncwarp();  // every load is under way before the first is used
+    if (w.dim % 16 == 0) return;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (subset.step[s] * 16 + quarter * 4 < w.dim) continue;
+#pragma unroll
+      for (int i = 0; i < kTiles * 4; ++i) bits[i / 4][s][i % 4] = 0;
     }
   }
 
@@ -340,9 +354,6 @@ struct Best {
     }
     if (threadIdx.x % 4 != 0 || position >= w.seen) return;
     w.labels[head][m * w.count + position] = bad ? -1 : min(label, static_cast<int>(w.clusters) - 1);
-#ifdef KM_RED
-    atomicAdd(&w.tally[head][(m * w.most_stretches + position / kStretch) * w.bins + max(0, min(label, static_cast<int>(w.clusters) - 1))], 1);
-#endif
     if (bad && w.status != nullptr) atomicOr(w.status, 1u);
   }
 };
@@ -468,7 +479,12 @@ __global__ void __launch_bounds__(kAssignWarps * 32, 1) assign_kernel(const __gr
 
 // ---- assign with wgmma: a warpgroup takes 64 rows and kColumns centroids at a time ----
 
-constexpr int kGroups = 3;  // warpgroups: while one compares, the others multiply
+// Warpgroups: while one compares, the others multiply; as many as registers allow.
+#ifdef KM_GROUPS4
+__host__ __device__ constexpr int warpgroups(int steps, int columns) { return steps <= 4 && columns <= 112 ? 4 : 3; }
+#else
+__host__ __device__ constexpr int warpgroups(int steps, int columns) { return steps <= 4 && columns <= 112 ? 3 : 3; }
+#endif
 
 // 8 x 16-byte core matrices without swizzle: 128 bytes from one to the next along the channels, `stride` along the
 // centroids.
@@ -502,17 +518,11 @@ __device__ void wgmma(float (&d)[kRegisters], const uint32_t (&a)[4], uint64_t b
   if constexpr (kRegisters == 76 && !kHalf) SCOPE_WGMMA_76("bf16");
 }
 
-#ifdef KM_CLOCK
-__device__ unsigned long long km_clock[16];
-#define TICK(i) do { if (threadIdx.x % 32 == 0) { const long long now_ = clock64(); atomicAdd(&km_clock[i], (unsigned long long)(now_ - then_)); then_ = clock64(); } } while (0)
-#define TICK0 long long then_ = clock64(); if (threadIdx.x % 32 == 0) atomicAdd(&km_clock[15], 1ull)
-#else
-#define TICK(i)
-#define TICK0
-#endif
 template <class T, int kSteps, int kColumns>
-__global__ void __launch_bounds__(kGroups * 128, 1) assign_wide_kernel(const __grid_constant__ Work w, int subsets) {
+__global__ void __launch_bounds__(warpgroups(kSteps, kColumns) * 128, 1)
+    assign_wide_kernel(const __grid_constant__ Work w, int subsets) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kGroups = warpgroups(kSteps, kColumns);
   extern __shared__ uint4 shared[];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   auto* shared_bias = reinterpret_cast<float4*>(shared + w.pairs * kSteps * 32);
@@ -527,12 +537,16 @@ __global__ void __launch_bounds__(kGroups * 128, 1) assign_wide_kernel(const __g
     const float2 limit = limit_of(w, head, m);
     for (int tile = first + warp / 4; tile < last; tile += kGroups) {
       const int base = tile * 64 + warp % 4 * 16;
-      TICK0;
       TileRows<T, kSteps, 1> rows;
       rows.load(w, head, m, base);
-      TICK(0);
+#ifdef KM_PREFETCH
+      if (tile + kGroups < last) {
+        const int next = min(base + kGroups * 64 + lane % 16, static_cast<int>(w.seen) - 1);
+        const uint16_t* row = w.points.row(head, token_at(w, m, next)) + w.subset[m].step[lane < 16 ? 0 : kSteps - 1] * 16;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
+      }
+#endif
       rows.measure(limit);
-      TICK(1);
       uint32_t key[2] = {};
 #pragma unroll 1
       for (int from = 0; from < columns; from += kColumns) {
@@ -550,7 +564,6 @@ __global__ void __launch_bounds__(kGroups * 128, 1) assign_wide_kernel(const __g
         for (int s = 0; s < kSteps; ++s) wgmma<T>(score, rows.bits[0][s], block + static_cast<uint64_t>(s * (256 >> 4)));
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        TICK(2);
 #pragma unroll
         for (int e = 0; e < kColumns / 2; ++e) {
           asm volatile("" : "+f"(score[e])::"memory");  // not before the wait
@@ -558,7 +571,6 @@ __global__ void __launch_bounds__(kGroups * 128, 1) assign_wide_kernel(const __g
           block_key[half] = max(block_key[half], argmax_key(score[e], rows.scale[0][half], w.key_scale, column));
         }
         for (int half = 0; half < 2; ++half) key[half] = max(key[half], block_key[half] - static_cast<uint32_t>(from));
-        TICK(3);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -566,7 +578,6 @@ __global__ void __launch_bounds__(kGroups * 128, 1) assign_wide_kernel(const __g
         best.take(key[half], 0);
         best.write(w, head, m, base + half * 8 + lane / 4, rows.scale[0][half] == 0);
       }
-      TICK(4);
     }
   });
 #endif
@@ -711,7 +722,8 @@ __global__ void __launch_bounds__(kPlaceWarps * 32) place_kernel(const __grid_co
   __syncwarp();
   constexpr int kAhead = 8;  // labels read before the first is placed
   for (int i0 = begin; i0 < end; i0 += 32 * kAhead) {
-    int32_t position[kAhead], label[kAhead];
+    int32_t position[kAhead], label[kAhead], token[kAhead];
+    unsigned same[kAhead];  // lanes with the same digit
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       const int i = min(i0 + k * 32 + lane, end - 1);
@@ -719,24 +731,31 @@ __global__ void __launch_bounds__(kPlaceWarps * 32) place_kernel(const __grid_co
       label[k] = labels[position[k]];
     }
 #pragma unroll
+    for (int k = 0; k < kAhead; ++k) token[k] = pass.to_positions ? position[k] : token_at(w, m, position[k]);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int d = digit_of(pass, label[k]);
+      same[k] = __ballot_sync(~0u, i0 + k * 32 + lane < end);
+#pragma unroll
+      for (int bit = 1; bit < kBins; bit *= 2) {
+        const unsigned set = __ballot_sync(~0u, (d & bit) != 0);
+        same[k] &= (d & bit) != 0 ? set : ~set;
+      }
+    }
+#pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       const bool active = i0 + k * 32 + lane < end;
       const int d = digit_of(pass, label[k]);
-      const unsigned same = __match_any_sync(~0u, active ? d : -1);
-      const int32_t rank = __popc(same & ((1u << lane) - 1));
+      const int32_t rank = __popc(same[k] & ((1u << lane) - 1));
       const int32_t place = active ? next[d] : 0;
       __syncwarp();
-      if (active && rank == 0) next[d] = place + __popc(same);
+      if (active && rank == 0) next[d] = place + __popc(same[k]);
       __syncwarp();
       if (!active) continue;
-      if (pass.to_positions) {
-        to[place + rank] = position[k];
-      } else {
-        const int32_t token = token_at(w, m, position[k]);
-        to[place + rank] = label[k] < 0 ? token | kBad : token;
-        if (w.last && w.token_labels) w.token_labels[head][token] = max(label[k], 0);
-        if (w.last && label[k] < 0) labels[position[k]] = 0;
-      }
+      to[place + rank] = label[k] < 0 && !pass.to_positions ? token[k] | kBad : token[k];
+      if (pass.to_positions || !w.last) continue;
+      if (w.token_labels) w.token_labels[head][token[k]] = max(label[k], 0);
+      if (label[k] < 0) labels[position[k]] = 0;
     }
   }
 }
@@ -1029,8 +1048,9 @@ void assign_steps(const Exec& exec, const Work& w) {
     check_launch("K-means assign");
   };
   if constexpr (kSteps == 3 || kSteps == 4 || kSteps == 8) {
-    if (wide == 112) return launch(assign_wide_kernel<T, kSteps, 112>, 64, kGroups * 128, kGroups);
-    if (wide == 152) return launch(assign_wide_kernel<T, kSteps, 152>, 64, kGroups * 128, kGroups);
+    constexpr int kGroups112 = warpgroups(kSteps, 112), kGroups152 = warpgroups(kSteps, 152);
+    if (wide == 112) return launch(assign_wide_kernel<T, kSteps, 112>, 64, kGroups112 * 128, kGroups112);
+    if (wide == 152) return launch(assign_wide_kernel<T, kSteps, 152>, 64, kGroups152 * 128, kGroups152);
   }
   launch(assign_kernel<T, kSteps>, row_tiles(kSteps) * 16, kAssignWarps * 32, kAssignWarps);
 }

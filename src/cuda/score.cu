@@ -201,10 +201,10 @@ __device__ uint32_t depth_of(float high, float unit, float logit) {
 
 // ---- codes: tables in shared memory ----
 
-constexpr int kCodesThreads = 512, kCodesWarps = kCodesThreads / 32;
-constexpr int kHistogramTile = kCodesWarps * 32, kEmitTile = kCodesWarps * 256;
-constexpr int kWordStride = 9, kWordsBytes = kCodesWarps * 32 * kWordStride * 4;
-constexpr int kListBytes = kCodesWarps * 8 * 32 * 4;
+constexpr int kHistogramThreads = 1024, kHistogramTile = kHistogramThreads;  // a lane's key at a time
+constexpr int kMostEmitThreads = 768, kEmitKeys = 256;                       // of a warp at a time
+constexpr int kWordStride = 9, kListSize = 8;
+constexpr int kWordsBytes = 32 * kWordStride * 4, kListBytes = 32 * kListSize * 4;  // of a warp
 
 // Rows of 32 groups are 33 words apart: the store by rows of one group and the lookup by groups of one row both touch
 // 32 banks.
@@ -215,7 +215,7 @@ template <int kSubspaces>
 __device__ void load_tables(const ProxyLaunch& p, const SelectSpace& s, int64_t head, int group0, const uint32_t* minus,
                             char* table) {
   const int lane = threadIdx.x % 32;
-  for (int g = threadIdx.x / 32; g < kLanes; g += kCodesWarps) {
+  for (int g = threadIdx.x / 32; g < kLanes; g += blockDim.x / 32) {
     const bool valid = group0 + g < p.groups;
     const float unit = valid ? s.unit[head][group0 + g] : 0.0f;
     const float* from = p.tables[head] + int64_t{valid ? group0 + g : 0} * kSubspaces * p.codes;
@@ -267,14 +267,14 @@ struct Codes {
 };
 
 template <int kSubspaces>
-__global__ void __launch_bounds__(kCodesThreads, 1) codes_histogram(ProxyLaunch p, SelectSpace s, Bins bins) {
+__global__ void __launch_bounds__(kHistogramThreads, 1) codes_histogram(ProxyLaunch p, SelectSpace s, Bins bins) {
   extern __shared__ uint4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, subspace_bytes = p.codes * kTableStride;
   char* table = reinterpret_cast<char*>(shared);
   auto* histogram = reinterpret_cast<uint32_t*>(table + kSubspaces * subspace_bytes);
   const uint32_t column = address_of(table) + 4 * lane, counts = address_of(histogram) + 4 * lane;
   const int words = bins.count * kLanes, blocks = (p.groups + kLanes - 1) / kLanes;
-  for (int i = threadIdx.x; i < words; i += kCodesThreads) histogram[i] = 0;
+  for (int i = threadIdx.x; i < words; i += kHistogramThreads) histogram[i] = 0;
 
   const int64_t tiles = (p.count + kHistogramTile - 1) / kHistogramTile;
   for (Share share(p.heads, blocks, tiles); share.next();) {
@@ -310,8 +310,7 @@ __global__ void __launch_bounds__(kCodesThreads, 1) codes_histogram(ProxyLaunch 
 
 // Candidates of a lane's group until there are many: an atomic in memory takes as long as many lookups.
 struct LaneList {
-  static constexpr int kSize = 8;
-  uint32_t address;  // of [kSize, 32 lanes], at this lane
+  uint32_t address;  // of [kListSize, 32 lanes], at this lane
   uint32_t n = 0;
 
   // By the whole warp.
@@ -327,20 +326,20 @@ struct LaneList {
 
 // A warp takes 256 keys at a time, 32 groups: eight words of each lane's row.
 template <int kSubspaces>
-__global__ void __launch_bounds__(kCodesThreads, 1)
+__global__ void __launch_bounds__(kMostEmitThreads, 1)
     codes_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, int key_bits) {
   extern __shared__ uint4 shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, subspace_bytes = p.codes * kTableStride;
-  auto* kept_words = reinterpret_cast<uint32_t*>(shared) + warp * 32 * kWordStride;
-  char* lists = reinterpret_cast<char*>(shared) + kWordsBytes;
-  char* table = lists + kListBytes;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int subspace_bytes = p.codes * kTableStride;
+  auto* kept_words = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + warp * kWordsBytes);
+  char* lists = reinterpret_cast<char*>(shared) + warps * kWordsBytes;
+  char* table = lists + warps * kListBytes;
   const uint32_t column = address_of(table) + 4 * lane;
-  LaneList list{address_of(lists) + (warp * LaneList::kSize * 32 + lane) * 4};
+  LaneList list{address_of(lists) + (warp * kListSize * 32 + lane) * 4};
   const int blocks = (p.groups + kLanes - 1) / kLanes;
   const int shift = max(0, bins.sub_bits - (32 - key_bits));  // of a fraction that does not fit beside its key
 
-  const int64_t tiles = (p.count + kEmitTile - 1) / kEmitTile;
-  for (Share share(p.heads, blocks, tiles); share.next();) {
+  for (Share share(p.heads, blocks, (p.count + kEmitKeys - 1) / kEmitKeys); share.next();) {
     const int64_t head = share.head;
     const int group0 = share.section * kLanes, group = group0 + lane;
     const bool valid = group < p.groups;
@@ -350,9 +349,8 @@ __global__ void __launch_bounds__(kCodesThreads, 1)
     __syncthreads();
     load_tables<kSubspaces>(p, s, head, group0, s.limit[head], table);
     __syncthreads();
-    for (int64_t tile = share.begin; tile < share.end; ++tile) {
-      const int64_t first = tile * kEmitTile + warp * 256;
-      if (first >= p.count) continue;
+    for (int64_t tile = share.begin + warp; tile < share.end; tile += warps) {
+      const int64_t first = tile * kEmitKeys;
       const int parts = static_cast<int>(min(int64_t{8}, (p.count - first + 31) / 32));
       Codes<kSubspaces> next(p, head, first + lane);
       for (int part = 0; part < parts; ++part) {
@@ -380,7 +378,7 @@ __global__ void __launch_bounds__(kCodesThreads, 1)
             ++list.n;
           }
           candidates &= candidates - 1;
-          if (__any_sync(~0u, list.n == LaneList::kSize)) list.flush(s, head, group);
+          if (__any_sync(~0u, list.n == kListSize)) list.flush(s, head, group);
         }
       }
       __syncwarp();
@@ -690,7 +688,8 @@ int64_t histogram_bytes(Bins bins) { return int64_t{bins.count} * kLanes * 4; }
 // Whether 32 groups' tables fit shared memory beside their histograms and the words to be written.
 bool tables_fit(const Exec& exec, const ProxyLaunch& p, Bins bins) {
   return !p.exact && p.subspaces <= 4 && p.codes <= 1024 &&
-         table_bytes(p) + std::max<int64_t>(histogram_bytes(bins), kWordsBytes + kListBytes) <= exec.device->shared_bytes;
+         table_bytes(p) + std::max<int64_t>(histogram_bytes(bins), 8 * (kWordsBytes + kListBytes)) <=
+             exec.device->shared_bytes;
 }
 
 int64_t fragment_bytes(const ProxyLaunch& p, int64_t groups) { return groups / 16 * (round_up(p.dim, 32) / 16) * 1024; }
@@ -743,8 +742,8 @@ void histogram_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s
   } else if (tables_fit(exec, p, bins)) {
     const int64_t blocks = blocks_for(exec, 1, lane_blocks * ceil_div(p.count, kHistogramTile));
     with_subspaces(p.subspaces, [&](auto n) {
-      launch(exec, "codes_histogram", codes_histogram<n()>, blocks, kCodesThreads, table_bytes(p) + histogram_bytes(bins), p,
-             space, bins);
+      launch(exec, "codes_histogram", codes_histogram<n()>, blocks, kHistogramThreads,
+             table_bytes(p) + histogram_bytes(bins), p, space, bins);
     });
   } else {
     const int64_t blocks = blocks_for(exec, 2, lane_blocks * ceil_div(p.count, kPlainTile));
@@ -767,10 +766,12 @@ void emit_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space,
     const auto kernel = p.f16 ? exact_emit<__half> : exact_emit<__nv_bfloat16>;
     launch(exec, "exact_emit", kernel, blocks, kExactThreads, bytes(chunk), p, space, bins, mask, key_bits, chunk);
   } else if (tables_fit(exec, p, bins)) {
-    const int64_t blocks = blocks_for(exec, 1, lane_blocks * ceil_div(p.count, kEmitTile));
+    const int64_t blocks = blocks_for(exec, 1, lane_blocks * ceil_div(p.count, kEmitKeys));
+    const int64_t left = exec.device->shared_bytes - table_bytes(p), warp_bytes = kWordsBytes + kListBytes;
+    const auto warps = static_cast<int>(std::min<int64_t>(kMostEmitThreads / 32, left / warp_bytes));
     with_subspaces(p.subspaces, [&](auto n) {
-      launch(exec, "codes_emit", codes_emit<n()>, blocks, kCodesThreads, kWordsBytes + kListBytes + table_bytes(p), p, space,
-             bins, mask, key_bits);
+      launch(exec, "codes_emit", codes_emit<n()>, blocks, 32 * warps, warps * warp_bytes + table_bytes(p), p, space, bins,
+             mask, key_bits);
     });
   } else {
     const int64_t blocks = blocks_for(exec, 8, lane_blocks * ceil_div(p.count, kPlainTile));

@@ -8,7 +8,8 @@ namespace scope::cuda {
 
 namespace {
 
-constexpr int kGroups = 16, kKeys = 64, kThreads = 128;  // of a block; a thread owns one channel
+// Of a block. A thread owns two channels and, with its neighbour 64 threads on, half of the keys.
+constexpr int kGroups = 16, kKeys = 64, kThreads = 128;
 
 // A part's result for one group: its highest dropped logit, the sum of weights relative to it, and two weighted sums.
 __global__ void __launch_bounds__(kThreads)
@@ -17,10 +18,10 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float top[kGroups], rescale[kGroups], total[kGroups];
   const int64_t head = blockIdx.x / kTailParts / group_blocks;
   const int group0 = blockIdx.x / kTailParts % group_blocks * kGroups, part = blockIdx.x % kTailParts;
-  const int channel = threadIdx.x;
+  const int channel = 2 * (threadIdx.x % 64), side = threadIdx.x / 64;
   const int64_t begin = int64_t{p.count} * part / kTailParts, end = int64_t{p.count} * (part + 1) / kTailParts;
   if (threadIdx.x < kGroups) top[threadIdx.x] = -INFINITY, total[threadIdx.x] = 0;
-  float mean_k[kGroups] = {}, mean_v[kGroups] = {};
+  float sum[kGroups][4] = {};  // of both channels of the keys, then of the values
   for (int64_t first = begin; first < end; first += kKeys) {
     const int n = static_cast<int>(min(int64_t{kKeys}, end - first));
     __syncthreads();
@@ -57,25 +58,51 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     if (channel >= p.dim) continue;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) mean_k[g] *= rescale[g], mean_v[g] *= rescale[g];
-    for (int j = 0; j < n; ++j) {
-      const int32_t token = p.token(static_cast<int32_t>(first + j));
-      const float k = p.element(p.k.row(head, token)[channel]), v = p.element(tail.v.row(head, token)[channel]);
+    for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        if (weight[g][j] == 0) continue;  // a kept key that is not finite must not reach the mean
-        mean_k[g] = fmaf(weight[g][j], k, mean_k[g]);
-        mean_v[g] = fmaf(weight[g][j], v, mean_v[g]);
+      for (int i = 0; i < 4; ++i) sum[g][i] *= rescale[g];
+    }
+#pragma unroll 4
+    for (int j = side; j < n; j += 2) {
+      const int32_t token = p.token(static_cast<int32_t>(first + j));
+      const uint32_t k = *reinterpret_cast<const uint32_t*>(p.k.row(head, token) + channel);
+      const uint32_t v = *reinterpret_cast<const uint32_t*>(tail.v.row(head, token) + channel);
+      const float x[4] = {p.element(static_cast<uint16_t>(k)), p.element(static_cast<uint16_t>(k >> 16)),
+                          p.element(static_cast<uint16_t>(v)), p.element(static_cast<uint16_t>(v >> 16))};
+      if (isfinite(x[0] + x[1] + x[2] + x[3])) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[g][i] = fmaf(weight[g][j], x[i], sum[g][i]);
+        }
+      } else {  // a kept key that is not finite must not reach the mean
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          if (weight[g][j] == 0) continue;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[g][i] = fmaf(weight[g][j], x[i], sum[g][i]);
+        }
       }
     }
+  }
+  __shared__ float4 other[kGroups][kThreads / 2];
+  __syncthreads();
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    if (side == 1) other[g][channel / 2] = {sum[g][0], sum[g][1], sum[g][2], sum[g][3]};
   }
   __syncthreads();
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    if (group0 + g >= p.groups) break;
+    if (side == 1 || group0 + g >= p.groups) break;
     float* out = s.tail[head] + (int64_t{group0 + g} * kTailParts + part) * (2 + 2 * p.dim);
     if (threadIdx.x == 0) out[0] = top[g], out[1] = total[g];
-    if (channel < p.dim) out[2 + channel] = mean_k[g], out[2 + p.dim + channel] = mean_v[g];
+    if (channel >= p.dim) continue;
+    const float4 more = other[g][channel / 2];
+    out[2 + channel] = sum[g][0] + more.x;
+    out[3 + channel] = sum[g][1] + more.y;
+    out[2 + p.dim + channel] = sum[g][2] + more.z;
+    out[3 + p.dim + channel] = sum[g][3] + more.w;
   }
 }
 
