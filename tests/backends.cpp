@@ -62,7 +62,7 @@ const Limits kCuda = {
     .order = 2e-3,
     .tail = 1e-3,
     .mean = 4e-6,
-    .lse = 5e-6,
+    .lse = 1e-5,
     .rounds_centroids = true,
 };
 

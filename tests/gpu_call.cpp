@@ -552,6 +552,30 @@ TEST_F(GpuCalls, RefusesBadArgumentsAndWritesNothing) {
   for (const uint16_t bits : gpu.out_bits()) ASSERT_EQ(bits, 0xffff);
 }
 
+// A fault on the device is sticky: it must poison calls, not crash them. In a process of its own, which it takes down.
+TEST_F(GpuCalls, AFaultPoisonsTheHandleAndDestroyingItIsSafe) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        const auto first = [] {
+          const Context own = Context::on_gpu(0, 1);
+          Inputs in(1, 2, 300, 300, 64, 131);
+          GpuCall gpu(own, method("scope", {{"partition", "even:3"}}), in, DType::bf16);
+          gpu.args.q.data = reinterpret_cast<const void*>(uintptr_t{16});  // nobody's memory
+          CallArgs reading = gpu.args;
+          const Status found = status_of([&] {
+            call(gpu.plan, gpu.args);
+            read_stats(gpu.plan, reading);
+          });
+          const Status later = status_of([&] { call(gpu.plan, gpu.args); });
+          fmt::print(stderr, "found {}, later {}\n", static_cast<int>(found), static_cast<int>(later));
+          return found == Status::device_lost && later == Status::device_lost;
+        }();
+        std::exit(first ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
 // Tensors of more than 2^31 elements, and a grid of more than 65,535 tiles.
 TEST_F(GpuCalls, MoreThanTwoToThe31Elements) {
   size_t free_bytes = 0, all_bytes = 0;

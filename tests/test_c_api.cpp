@@ -208,4 +208,40 @@ TEST(CApi, OverlapIsBusy) {
   EXPECT_EQ(ran + busy, 20);
 }
 
+// What a GPU would add is refused by name where there is none, and reading statistics is the same call on the CPU.
+TEST(CApi, GpuContextsAndLateStatistics) {
+  scope_context* context = nullptr;
+  EXPECT_EQ(scope_context_create_cuda(0, nullptr), SCOPE_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(scope_supports("cuda", SCOPE_F32, 64), 0);
+  EXPECT_EQ(scope_supports("cuda", SCOPE_BF16, 136), 0);
+  EXPECT_EQ(scope_supports("cuda", SCOPE_BF16, 60), 0);
+  if (scope_supports("cuda", SCOPE_BF16, 64) == 0) {
+    EXPECT_EQ(scope_context_create_cuda(0, &context), SCOPE_ERROR_UNSUPPORTED);
+    EXPECT_EQ(context, nullptr);
+    EXPECT_NE(std::string(scope_last_error()).find("backend"), std::string::npos);
+  }
+  const scope_attn::Context cpu(1);
+  scope_shape shape = scope_attn::make_shape();
+  shape.heads = 2;
+  shape.q_tokens = shape.k_tokens = 60;
+  shape.dim = 16;
+  scope_attn::Plan plan(cpu, scope_attn::Method("scope").set("partition", "even:2"), shape);
+  const std::vector<float> x(2 * 60 * 16, 0.5f);
+  std::vector<float> out(x.size());
+  std::vector<char> workspace(static_cast<size_t>(plan.info().workspace_bytes));
+  scope_run_args args = scope_attn::make_args();
+  args.q = args.k = args.v = scope_attn::head_major(x.data(), 2, 60, 16);
+  args.out = scope_attn::head_major(out.data(), 2, 60, 16);
+  args.workspace = workspace.data();
+  args.workspace_bytes = static_cast<int64_t>(workspace.size());
+  scope_head_stats now[2]{}, later[2]{};
+  args.head_stats = now;
+  plan.run(args);
+  args.head_stats = later;
+  plan.read_stats(args);
+  EXPECT_EQ(std::memcmp(now, later, sizeof now), 0);
+  args.start = 7;
+  EXPECT_EQ(scope_run(plan.handle(), &args), SCOPE_ERROR_INVALID_ARGUMENT);
+}
+
 }  // namespace

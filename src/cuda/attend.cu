@@ -1,6 +1,4 @@
 // attend on CUDA, first half: counts keys, cuts the groups into a list of tiles on the device, and starts the kernel.
-#include "cuda/attend.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -8,6 +6,7 @@
 #include <limits>
 
 #include "core/numeric.h"
+#include "cuda/attend.h"
 #include "cuda/stages.h"
 
 namespace scope::cuda {
@@ -26,7 +25,9 @@ struct Layout {
   uint16_t* extra_k;  // [heads, extra, dim]
   uint16_t* extra_v;  // [heads, extra, dim]
 
-  static int64_t most_tiles(int64_t q_tokens, int64_t groups) { return q_tokens / std::min(kTileRows80, kTileRows90) + groups; }
+  static int64_t most_tiles(int64_t q_tokens, int64_t groups) {
+    return q_tokens / std::min(kTileRows80, kTileRows90) + groups;
+  }
 
   Layout(Arena arena, int64_t heads, int64_t q_tokens, int64_t dim, int64_t groups, int64_t extra,
          int64_t* bytes = nullptr) {
@@ -81,8 +82,8 @@ __global__ void __launch_bounds__(kThreads) count_keys(Groups in, int32_t* keys,
 
 // A block per head. The list goes head by head, because one head's keys and values fill the L2 cache, and within a head
 // from the most keys to the fewest, so that blocks finish together.
-__global__ void __launch_bounds__(kThreads) list_tiles(Groups in, const int32_t* keys, const int32_t* extras,
-                                                       AttendTile* tiles, int32_t* counter) {
+__global__ void __launch_bounds__(kThreads)
+    list_tiles(Groups in, const int32_t* keys, const int32_t* extras, AttendTile* tiles, int32_t* counter) {
   const int64_t head = blockIdx.x;
   __shared__ int32_t before;  // tiles of the heads before this one
   if (threadIdx.x == 0) before = 0;
@@ -103,9 +104,12 @@ __global__ void __launch_bounds__(kThreads) list_tiles(Groups in, const int32_t*
     }
     const int64_t begin = in.begin(head, group), size = in.size(head, group);
     for (int64_t row = 0; row < size; row += in.tile_rows) {
-      tiles[at++] = {static_cast<int32_t>(head),        static_cast<int32_t>(group),
-                     static_cast<int32_t>(begin + row), static_cast<int32_t>(min(size - row, in.tile_rows)),
-                     count[group],                      extras[head * in.groups + group]};
+      tiles[at++] = {static_cast<int32_t>(head),
+                     static_cast<int32_t>(group),
+                     static_cast<int32_t>(begin + row),
+                     static_cast<int32_t>(min(size - row, in.tile_rows)),
+                     count[group],
+                     extras[head * in.groups + group]};
     }
   }
   if (head == in.heads - 1) {
@@ -125,8 +129,8 @@ __global__ void __launch_bounds__(kThreads) list_tiles(Groups in, const int32_t*
 
 // Queries past offsets[groups] attend to nothing; a warp per query, and few blocks because there are usually none.
 constexpr int kIdleBlocks = 16;
-__global__ void __launch_bounds__(kThreads) clear_idle(Groups in, PerHead<const int32_t> order, HeadRows<uint16_t> out,
-                                                       int dim, PerHead<float> lse) {
+__global__ void __launch_bounds__(kThreads)
+    clear_idle(Groups in, PerHead<const int32_t> order, HeadRows<uint16_t> out, int dim, PerHead<float> lse) {
   const int64_t head = blockIdx.x / kIdleBlocks;
   const int64_t first = in.begin(head, in.groups) + blockIdx.x % kIdleBlocks * kWarps + threadIdx.x / 32;
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -192,27 +196,27 @@ void attend(const Exec& exec, std::span<const AttendArgs> heads) {
                   .extra_mask = per_head(heads, [](const AttendArgs& a) { return a.extra.mask; }),
                   .keep = args.keep};
   const AttendLaunch launch{.dtype = args.q.dtype,
-                      .dim = static_cast<int>(dim),
-                      .q = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.q; }),
-                      .k = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.k; }),
-                      .v = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.v; }),
-                      .out = head_rows<uint16_t>(heads, [](const AttendArgs& a) { return a.out; }),
-                      .lse = per_head(heads, [](const AttendArgs& a) { return a.lse; }),
-                      .order = per_head(heads, [](const AttendArgs& a) { return a.order; }),
-                      .mask = in.mask,
-                      .keep = in.keep,
-                      .words = in.words,
-                      .k_tokens = static_cast<int32_t>(args.k.tokens),
-                      .scale = args.scale,
-                      .extra_count = static_cast<int32_t>(extra),
-                      .extra_k = {at.extra_k, extra * dim},
-                      .extra_v = {at.extra_v, extra * dim},
-                      .extra_bias = per_head(heads, [](const AttendArgs& a) { return a.extra.bias; }),
-                      .extra_mask = in.extra_mask,
-                      .tiles = at.tiles,
-                      .tile_count = at.counter,
-                      .next_tile = at.counter + 1,
-                      .most_tiles = static_cast<int32_t>(most_tiles)};
+                            .dim = static_cast<int>(dim),
+                            .q = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.q; }),
+                            .k = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.k; }),
+                            .v = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.v; }),
+                            .out = head_rows<uint16_t>(heads, [](const AttendArgs& a) { return a.out; }),
+                            .lse = per_head(heads, [](const AttendArgs& a) { return a.lse; }),
+                            .order = per_head(heads, [](const AttendArgs& a) { return a.order; }),
+                            .mask = in.mask,
+                            .keep = in.keep,
+                            .words = in.words,
+                            .k_tokens = static_cast<int32_t>(args.k.tokens),
+                            .scale = args.scale,
+                            .extra_count = static_cast<int32_t>(extra),
+                            .extra_k = {at.extra_k, extra * dim},
+                            .extra_v = {at.extra_v, extra * dim},
+                            .extra_bias = per_head(heads, [](const AttendArgs& a) { return a.extra.bias; }),
+                            .extra_mask = in.extra_mask,
+                            .tiles = at.tiles,
+                            .tile_count = at.counter,
+                            .next_tile = at.counter + 1,
+                            .most_tiles = static_cast<int32_t>(most_tiles)};
 
   if (groups > 0) {
     count_keys<<<grid(ceil_div(count * groups, kWarps)), kThreads, 0, stream(exec)>>>(in, at.keys, at.extras);
@@ -229,8 +233,7 @@ void attend(const Exec& exec, std::span<const AttendArgs> heads) {
     const auto k = per_head(heads, [](const AttendArgs& a) { return a.extra.k; });
     const auto v = per_head(heads, [](const AttendArgs& a) { return a.extra.v; });
     const int64_t blocks = std::min<int64_t>(ceil_div(count * extra * dim, kThreads), 8 * exec.device->multiprocessors);
-    round_extra<<<grid(blocks), kThreads, 0, stream(exec)>>>(k, v, extra * dim, count, args.q.dtype, at.extra_k,
-                                                             at.extra_v);
+    round_extra<<<grid(blocks), kThreads, 0, stream(exec)>>>(k, v, extra * dim, count, args.q.dtype, at.extra_k, at.extra_v);
     check_launch("round_extra");
   }
   if (groups > 0) exec.wgmma ? attend_sm90(exec, launch) : attend_sm80(exec, launch);

@@ -11,7 +11,8 @@ namespace {
 // Four warps; warp w has rows 16 w .. 16 w + 15 of each half of 64 rows. A block waits for each load at once: what hides
 // the wait is the other block, or two, on the same multiprocessor.
 constexpr int kThreads = 128;
-constexpr int kHalf = 64;       // query rows
+constexpr int kHalf = 64;  // query rows
+static_assert(kTileRows80 == 2 * kHalf);
 constexpr int kKeys = 64;       // keys per step
 constexpr int kRing = 2048;     // key indices listed ahead: at most 1024 at a time, and the keys of two steps
 constexpr float kSlack = 8.0f;  // a row's maximum may lag by this much (log2), which spares nearly all rescaling
@@ -19,6 +20,7 @@ constexpr float kSlack = 8.0f;  // a row's maximum may lag by this much (log2), 
 // A tile and the indices of its keys, first the selected ones, then the extra ones.
 struct KeyList {
   alignas(16) int32_t ring[kRing];
+  uint32_t words[32], kept[32];  // the next ones, of mask and keep
   AttendTile tile;
   const char *k, *v;  // rows of the tile's head
   int32_t made;       // positions so far
@@ -45,25 +47,30 @@ __device__ int thread_index() {
   return thread;
 }
 
-// One warp lists the first `needed` keys or more, as far as there are any, 32 words at a time.
+// Starts copying a warp's next 32 words, one per lane.
+template <bool kDense>
+__device__ void fetch_words(const AttendLaunch& at, KeyList& list) {
+  const AttendTile& tile = list.tile;
+  const int words = kDense ? 0 : static_cast<int>(at.words), extra_words = (at.extra_count + 31) / 32;
+  const int lane = thread_index() % 32, mine = list.taken + lane, extra = mine - (words + 31) / 32 * 32;
+  const bool selected = mine < words;
+  const uint32_t* from = selected ? at.mask[tile.head] + tile.group * at.words + mine
+                                  : at.extra_mask[tile.head] + int64_t{tile.group} * extra_words + extra;
+  copy_async_4(shared_address(&list.words[lane]), from, selected || (extra >= 0 && extra < extra_words));
+  copy_async_4(shared_address(&list.kept[lane]), at.keep + mine, selected && at.keep != nullptr);
+}
+
+// One warp lists the first `needed` keys or more, as far as there are any, 32 words at a time. The words that a call
+// fetches last are here by the next call, because every step waits for all copies.
 template <bool kDense>
 __device__ void extend(const AttendLaunch& at, KeyList& list, int needed) {
+  const int rounded = kDense ? 0 : (static_cast<int>(at.words) + 31) / 32 * 32;
   const int lane = thread_index() % 32;
-  const int words = kDense ? 0 : static_cast<int>(at.words), rounded = (words + 31) / 32 * 32;
-  const int extra_words = (at.extra_count + 31) / 32;
-  const AttendTile& tile = list.tile;
-  needed = min(needed, tile.keys + tile.extra);
-  while (list.made < needed && list.taken < rounded + extra_words) {
-    const int made = list.made, taken = list.taken, mine = taken + lane;
-    const bool extra = taken >= rounded;
-    uint32_t bits = 0;
-    if (mine < words) {
-      const uint32_t* from = at.mask[tile.head] + tile.group * at.words + mine;
-      bits = at.keep == nullptr ? *from : *from | at.keep[mine];
-      if (mine + 32 < words) prefetch_l2(from + 32);
-    } else if (extra && mine - rounded < extra_words) {
-      bits = at.extra_mask[tile.head][int64_t{tile.group} * extra_words + mine - rounded];
-    }
+  needed = min(needed, list.tile.keys + list.tile.extra);
+  for (bool here = true; list.made < needed && list.taken < rounded + (at.extra_count + 31) / 32; here = false) {
+    if (!here) copy_async_wait();
+    const int made = list.made, taken = list.taken;
+    uint32_t bits = list.words[lane] | list.kept[lane];
     const int count = __popc(bits);
     int end = count;
 #pragma unroll
@@ -71,7 +78,7 @@ __device__ void extend(const AttendLaunch& at, KeyList& list, int needed) {
       const int below = __shfl_up_sync(0xffffffffu, end, step);
       if (lane >= step) end += below;
     }
-    const int base = 32 * (extra ? mine - rounded : mine);
+    const int base = 32 * (lane + (taken < rounded ? taken : taken - rounded));
     for (int p = made + end - count; bits != 0; bits &= bits - 1) list[p++] = base + __ffs(bits) - 1;
     __syncwarp();
     if (lane == 31) {
@@ -79,6 +86,7 @@ __device__ void extend(const AttendLaunch& at, KeyList& list, int needed) {
       list.made = made + end;
     }
     __syncwarp();
+    fetch_words<kDense>(at, list);
   }
 }
 
@@ -93,9 +101,7 @@ __device__ void load(const AttendLaunch& at, const KeyList& list, int block, uin
   const char* rows = (kValues ? list.v : list.k) + 16 * chunk;
   const auto pitch = static_cast<uint32_t>((kValues ? at.v.row_step : at.k.row_step) * 2);
   to += row * kDim * 2 + (chunk ^ (row % 8)) * 16;
-  const auto copy = [&](int j, const void* from, bool valid) {
-    copy_async_16((to ^ (j * 16)) + j * kDim * 2, from, valid);
-  };
+  const auto copy = [&](int j, const void* from, bool valid) { copy_async_16((to ^ (j * 16)) + j * kDim * 2, from, valid); };
   if (kKeys * (block + 1) <= tile.keys) {
     const auto copy_key = [&](int j, int key) {
       copy(j, rows + static_cast<uint64_t>(pitch) * static_cast<uint32_t>(key), used);
@@ -235,9 +241,7 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
   KeyList& list = shared.list;
   const AttendTile& tile = list.tile;
   const uint32_t q = shared_address(shared.q), k = shared_address(shared.k), v = shared_address(shared.v);
-  const auto query = [&](int row) -> int64_t {
-    return at.order ? at.order[tile.head][tile.begin + row] : tile.begin + row;
-  };
+  const auto query = [&](int row) -> int64_t { return at.order ? at.order[tile.head][tile.begin + row] : tile.begin + row; };
   for (int i = thread_index(); i < kHalves * kHalf * kDim / 8; i += kThreads) {
     const int row = i / (kDim / 8), chunk = i % (kDim / 8);
     const bool valid = row < tile.rows && 8 * chunk < at.dim;
@@ -245,7 +249,11 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
     copy_async_16(q + row * kDim * 2 + (chunk ^ (row % 8)) * 16, from, valid);
   }
   const int blocks = (tile.keys + tile.extra + kKeys - 1) / kKeys;
-  if (thread_index() < 32) extend<kDense>(at, list, kKeys);
+  if (thread_index() < 32) {
+    fetch_words<kDense>(at, list);
+    copy_async_wait();
+    extend<kDense>(at, list, kKeys);
+  }
   __syncthreads();
   if (blocks > 0) load<kDim, kDense, false>(at, list, 0, k);
 
@@ -258,17 +266,20 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
     __syncthreads();  // K is here, and V's place is free
     load<kDim, kDense, true>(at, list, block, v);
     if (thread_index() < 32) extend<kDense>(at, list, (block + 2) * kKeys);
-    float s[kHalves][kKeys / 8][4] = {};
-    multiply_keys<T, kDim>(s, q, k);
-    if (kKeys * (block + 1) > tile.keys) add_bias(s, at, list, block);
+    const bool active = kHalves == 2 || thread_index() / 32 * 16 < tile.rows;  // this warp has rows
     uint32_t weights[kHalves][kKeys / 16][4];
+    if (active) {
+      float s[kHalves][kKeys / 8][4] = {};
+      multiply_keys<T, kDim>(s, q, k);
+      if (kKeys * (block + 1) > tile.keys) add_bias(s, at, list, block);
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h) softmax<T, kDim>(s[h], unit, top[h], sum[h], weights[h], o[h]);
+      for (int h = 0; h < kHalves; ++h) softmax<T, kDim>(s[h], unit, top[h], sum[h], weights[h], o[h]);
+    }
 
     copy_async_wait();
     __syncthreads();  // V is here, and K's place is free
     if (block + 1 < blocks) load<kDim, kDense, false>(at, list, block + 1, k);
-    multiply_values<T, kDim>(o, weights, v);
+    if (active) multiply_values<T, kDim>(o, weights, v);
   }
   copy_async_wait();  // a tile without keys has only waited for them, not for Q
 

@@ -1,4 +1,4 @@
-// attend on Hopper: one warp expands selections into lists of keys, three gather their rows, and two warpgroups multiply.
+// attend on Hopper: one warp expands selections into lists of keys, three gather their rows, and three warpgroups multiply.
 #include <algorithm>
 #include <limits>
 
@@ -13,42 +13,43 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504088896f;
 
 // A block: warpgroup 0 feeds, the others each multiply 64 queries with a block of kKeys keys at a time.
-template <DType kType_, int kDim_, int kKeys_, int kStages_, int kConsumers_, int kLists_, bool kPingPong_, bool kMath_ = true, int kFlags_ = 0>
+template <DType kType_, int kDim_, int kKeys_, int kLists_>
 struct Config {
   static constexpr DType kType = kType_;
-  static constexpr int kDim = kDim_, kKeys = kKeys_, kStages = kStages_, kConsumers = kConsumers_, kLists = kLists_;
-  static constexpr bool kPingPong = kPingPong_, kMath = kMath_;
-  static constexpr bool kNoFence = kFlags_ & 1, kQueryRegisters = kFlags_ & 2, kSplit = !(kFlags_ & 4);
-  static constexpr int kListKeys = kLists * kKeys;
-  static constexpr int kRows = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
+  static constexpr int kDim = kDim_, kKeys = kKeys_;
+  static constexpr int kLists = kLists_;  // blocks of keys that are listed ahead of the copies
+  static constexpr int kStages = 4;       // blocks of keys and values in shared memory
+  static constexpr int kConsumers = kTileRows90 / 64;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kPanels = kDim / 64;  // 64 channels, 128 bytes of a row
   static constexpr int kPanelBytes = kKeys * 128, kBlockBytes = kPanels * kPanelBytes;
-  static constexpr int kQueryPanelBytes = kRows * 128, kQueryBytes = kPanels * kQueryPanelBytes;
-  static constexpr int kFeederRegisters = 56, kConsumerRegisters = kConsumers == 2 ? 224 : 152;
+  static constexpr int kQueryPanelBytes = 64 * 128;
+  static constexpr int kListKeys = kLists * kKeys;
+  static constexpr int kFeederRegisters = 56, kConsumerRegisters = 152;
   static_assert(kDim % 64 == 0 && kKeys % 16 == 0);
   static_assert(kListKeys >= 32 * 32 + kKeys, "what 32 words of a mask can hold, behind a block begun");
 };
 
-constexpr int kAhead = 8;  // mask words are fetched this many times 32 before their use: memory is slow, and smaller the lower the density
+constexpr int kAhead = 8;  // 32-word pieces of a mask under way: at low density they are used up faster than memory answers
+constexpr int kTiles = 4;  // tiles announced to the consumers
 constexpr int kLoaderWarps = 3, kLoaders = 32 * kLoaderWarps;
 constexpr int32_t kExtraKey = std::numeric_limits<int32_t>::min();  // flag: an extra key
 constexpr int32_t kNoKey = -1;
 
 template <class C>
 struct Shared {
-  alignas(1024) uint8_t q[C::kQueryBytes];
+  alignas(1024) uint8_t q[C::kConsumers][C::kPanels * C::kQueryPanelBytes];
   alignas(1024) uint8_t k[C::kStages][C::kBlockBytes];
   alignas(1024) uint8_t v[C::kStages][C::kBlockBytes];
-  // From the expanding warp to the loading ones: a ring of blocks. A tile with no key has one empty block.
-  int32_t keys[C::kListKeys];     // a key, kExtraKey | an extra key, or kNoKey
-  AttendTile tiles[C::kLists];    // with a tile's first block; rows == 0: no more tiles
-  uint32_t ahead[kAhead][2][32];  // words of the mask and of the keys that every query sees, as they arrive
-  uint2 words[32];                // of the mask, and where their keys begin in `keys`
+  AttendTile tiles[kTiles];          // rows == 0: no more
+  int32_t keys[C::kListKeys];        // a ring of blocks: a key, kExtraKey | an extra key, or kNoKey
+  uint32_t ahead[kAhead][2][32];     // words of the mask and of the keys that every query sees, as they arrive
+  uint2 words[32];                   // of the mask, and where their keys begin in `keys`
   float bias[C::kStages][C::kKeys];  // over scale; of extra keys only
-  AttendTile tile;                   // what the consumers work on
+  float2 parts[64];                  // a warpgroup's maximum and sum for each row of a shared tile
+  uint64_t tile_full[kTiles], tile_empty[kTiles];
   uint64_t list_full[C::kLists], list_empty[C::kLists];
   uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-  uint64_t q_full, q_empty;
 };
 
 // Position in a ring of kCount slots that are filled and emptied in turn.
@@ -65,6 +66,7 @@ struct Ring {
   }
 };
 
+// A tile with no key has one empty block.
 template <class C>
 __device__ int block_count(const AttendTile& tile) {
   return max(1, (tile.keys + tile.extra + C::kKeys - 1) / C::kKeys);
@@ -76,25 +78,32 @@ __device__ void expand(const AttendLaunch& at, Shared<C>& shared) {
   const int lane = threadIdx.x % 32;
   const uint32_t below = (1u << lane) - 1;
   Ring<C::kLists> opening, closing;  // the next blocks to take from and to hand to the loading warps
-  for (;;) {
+  Ring<kTiles> ring;
+  for (;; ring.next()) {
     int number = 0;
     if (lane == 0) number = atomicAdd(at.next_tile, 1);
     number = __shfl_sync(~0u, number, 0);
     AttendTile tile{};
     if (number < *at.tile_count) tile = at.tiles[number];
+    barrier_wait(shared_address(&shared.tile_empty[ring.slot]), ring.parity ^ 1);
+    if (lane == 0) {
+      shared.tiles[ring.slot] = tile;
+      barrier_arrive(shared_address(&shared.tile_full[ring.slot]));
+    }
+    if (tile.rows == 0) return;
+
     int done = 0, opened = 0, closed = 0;  // keys and blocks of this tile
     int place = closing.slot * C::kKeys;   // in the ring, of the next key
 
     const auto open = [&](int blocks) {
       for (; opened < blocks; ++opened, opening.next()) {
         barrier_wait(shared_address(&shared.list_empty[opening.slot]), opening.parity ^ 1);
-        if (opened == 0 && lane == 0) shared.tiles[opening.slot] = tile;
       }
     };
     const auto close = [&](int blocks) {
       __syncwarp();
       for (; closed < blocks; ++closed, closing.next()) {
-        if (lane == 0) barrier_arrive(shared_address(&shared.list_full[closing.slot]));
+        barrier_arrive(shared_address(&shared.list_full[closing.slot]));
       }
     };
     const auto wrap = [&](int i) { return i < C::kListKeys ? i : i - C::kListKeys; };
@@ -146,14 +155,12 @@ __device__ void expand(const AttendLaunch& at, Shared<C>& shared) {
       }
       wait_all_copies();
     };
-    if (tile.rows > 0) {
-      const int64_t row = tile.group;
-      const uint32_t* mask = at.mask ? at.mask[tile.head] + row * at.words : nullptr;
-      walk(mask, at.keep, static_cast<int>(at.words), at.k_tokens, 0, tile.keys);
-      if (tile.extra > 0) {
-        const int words = (at.extra_count + 31) / 32;
-        walk(at.extra_mask[tile.head] + row * words, nullptr, words, 0, kExtraKey, tile.keys + tile.extra);
-      }
+    const int64_t row = tile.group;
+    const uint32_t* mask = at.mask ? at.mask[tile.head] + row * at.words : nullptr;
+    walk(mask, at.keep, static_cast<int>(at.words), at.k_tokens, 0, tile.keys);
+    if (tile.extra > 0) {
+      const int words = (at.extra_count + 31) / 32;
+      walk(at.extra_mask[tile.head] + row * words, nullptr, words, 0, kExtraKey, tile.keys + tile.extra);
     }
     const int blocks = block_count<C>(tile);
     if (closed < blocks) {
@@ -161,11 +168,10 @@ __device__ void expand(const AttendLaunch& at, Shared<C>& shared) {
       for (int i = done + lane; i < blocks * C::kKeys; i += 32) shared.keys[wrap(place + i - done)] = kNoKey;
       close(blocks);
     }
-    if (tile.rows == 0) return;
   }
 }
 
-// Copies the queries of each tile, and the keys and values of each block, to shared memory.
+// Copies the keys and values of each block to shared memory.
 // Eight lanes take 128 bytes of a row, a warp eight rows at a time.
 template <class C>
 __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
@@ -175,51 +181,28 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
   int bytes[C::kPanels];                                                    // read of this lane's chunk: none past dim
   for (int p = 0; p < C::kPanels; ++p) bytes[p] = 64 * p + 8 * chunk < at.dim ? 16 : 0;
 
+  Ring<kTiles> ring;
   Ring<C::kLists> list;
   Ring<C::kStages> stage;
-  uint32_t tile_parity = 1;
   int head = 0, block = 0, blocks = 0, plain = 0;  // of the tile: blocks in all, and those of real keys alone
   bool extra_keys = false;
   const uint8_t *k = nullptr, *v = nullptr;
   const auto k_step = static_cast<uint32_t>(2 * at.k.row_step), v_step = static_cast<uint32_t>(2 * at.v.row_step);
   for (;; list.next()) {
-    barrier_wait(shared_address(&shared.list_full[list.slot]), list.parity);
-    const int32_t* keys = shared.keys + list.slot * C::kKeys;
     if (block == blocks) {
-      const AttendTile tile = shared.tiles[list.slot];
-      // The tile's queries, loaded before their place is free: entry e is row 12 (e / 4) + 4 warp + e % 4.
-      int32_t tokens[2];
-      const int32_t* order = at.order ? at.order[tile.head] : nullptr;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int r = tile.begin + 4 * kLoaderWarps * (8 * i + lane / 4) + 4 * warp + lane % 4;
-        tokens[i] = r >= tile.begin + tile.rows ? kNoKey : order == nullptr ? r : order[r];
-      }
-      barrier_wait(shared_address(&shared.q_empty), tile_parity);
-      tile_parity ^= 1;
-      if (threadIdx.x == 32) {
-        shared.tile = tile;
-        barrier_arrive(shared_address(&shared.q_full));
-      }
-      if (tile.rows > 0) {
-#pragma unroll 1
-        for (int i = 0; i < (C::kRows / 4 + kLoaderWarps - 1) / kLoaderWarps; ++i) {
-          const int first = 4 * (kLoaderWarps * i + warp);
-          const int32_t token = __shfl_sync(~0u, i < 8 ? tokens[0] : tokens[1], 4 * (i % 8) + row_in_four);
-          const uint16_t* from = at.q.row(tile.head, max(token, 0)) + 8 * chunk;
-          const uint32_t to = shared_address(shared.q) + first * 128 + (place ^ (first & 4) << 4);
-          if (first >= C::kRows) break;
-#pragma unroll
-          for (int p = 0; p < C::kPanels; ++p) copy_16(to + p * C::kQueryPanelBytes, from + 64 * p, token >= 0 ? bytes[p] : 0);
-        }
-      }
-      barrier_arrive_after_copies(shared_address(&shared.q_full));
+      barrier_wait(shared_address(&shared.tile_full[ring.slot]), ring.parity);
+      const AttendTile tile = shared.tiles[ring.slot];
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.tile_empty[ring.slot]));
+      ring.next();
       if (tile.rows == 0) break;
       head = tile.head, extra_keys = tile.extra > 0;
       block = 0, blocks = block_count<C>(tile), plain = tile.keys / C::kKeys;
       k = reinterpret_cast<const uint8_t*>(at.k.row(tile.head, 0) + 8 * chunk);
       v = reinterpret_cast<const uint8_t*>(at.v.row(tile.head, 0) + 8 * chunk);
     }
+    barrier_wait(shared_address(&shared.list_full[list.slot]), list.parity);
+    const int32_t* keys = shared.keys + list.slot * C::kKeys;
 
     // `rows`: the block's keys or values. Extra keys and padding can only be in the last blocks.
     const auto gather = [&](uint32_t to, const uint8_t* rows, uint32_t step, const PerHead<const uint16_t>& extra) {
@@ -267,8 +250,7 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
     barrier_wait(shared_address(&shared.v_empty[stage.slot]), stage.parity ^ 1);
     gather(shared_address(shared.v[stage.slot]), v, v_step, at.extra_v);
     barrier_arrive_after_copies(shared_address(&shared.v_full[stage.slot]));
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.list_empty[list.slot]));
+    barrier_arrive(shared_address(&shared.list_empty[list.slot]));
     stage.next();
     ++block;
   }
@@ -284,8 +266,11 @@ __device__ inline float exp2_approx(float x) {
 template <DType kType>
 __device__ uint32_t pack(float low, float high) {
   uint32_t both;
-  if constexpr (kType == DType::bf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  if constexpr (kType == DType::bf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  }
   return both;
 }
 
@@ -349,7 +334,10 @@ __device__ void store_row(const float (&o)[kCount], int h, float scale, uint16_t
   for (int g = 0; g < kCount / 16; ++g) {
     uint32_t w[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) w[j] = pack<kType>(o[16 * g + 4 * j + 2 * h] * scale, o[16 * g + 4 * j + 2 * h + 1] * scale);
+    for (int j = 0; j < 4; ++j) {
+      const int i = 16 * g + 4 * j + 2 * h;
+      w[j] = pack<kType>(o[i] * scale, o[i + 1] * scale);
+    }
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
       const bool upper = lane & bit;
@@ -365,52 +353,77 @@ __device__ void store_row(const float (&o)[kCount], int h, float scale, uint16_t
   }
 }
 
+// Copies a warpgroup's queries, rows first .. first + 63 of the tile; those past its end are zero.
+template <class C>
+__device__ void load_queries(const AttendLaunch& at, const AttendTile& tile, int first, uint32_t to) {
+  const int thread = threadIdx.x % 128, chunk = thread % 8;
+  to += thread / 8 * 128 + ((chunk ^ thread / 8 % 8) << 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int r = first + thread / 8 + 16 * i;
+    const bool real = r < tile.rows;
+    const int64_t token = !real ? 0 : at.order ? at.order[tile.head][tile.begin + r] : tile.begin + r;
+    const uint16_t* from = at.q.row(tile.head, token) + 8 * chunk;
+#pragma unroll
+    for (int p = 0; p < C::kPanels; ++p) {
+      copy_16(to + p * C::kQueryPanelBytes + i * 2048, from + 64 * p, real && 64 * p + 8 * chunk < at.dim ? 16 : 0);
+    }
+  }
+}
+
+// Multiplies: 64 queries of each tile with all its keys, or, where a tile has no more queries, with a share of them.
 template <class C>
 __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
   constexpr int kKeys = C::kKeys;
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0);
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const float unit = at.scale * kLog2e;
+  const uint64_t q_at = panel_descriptor(shared_address(shared.q[group]), 16);
   const uint64_t k_at = panel_descriptor(shared_address(shared.k), 16);
   const uint64_t v_at = panel_descriptor(shared_address(shared.v), C::kPanelBytes);
   Ring<C::kStages> k, v;
-  uint32_t tile_parity = 0;
-  if (C::kPingPong && group == C::kConsumers - 1) named_arrive(1, 256);
+  Ring<kTiles> ring;
+
+  const auto await_tile = [&] { barrier_wait(shared_address(&shared.tile_full[ring.slot]), ring.parity); };
+  const auto release_tile = [&](int slot) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&shared.tile_empty[slot]));
+  };
+  // Queries for one warpgroup alone are shared: the warpgroups take blocks of keys in turn, and the first adds up.
+  const auto is_split = [&](const AttendTile& tile) { return tile.rows <= 64; };
+  const auto fetch_queries = [&](const AttendTile& tile) {
+    const int first = is_split(tile) ? 0 : 64 * group;
+    if (first < tile.rows) load_queries<C>(at, tile, first, shared_address(shared.q[group]));
+  };
+  await_tile();
+  fetch_queries(shared.tiles[0]);
 
   for (;;) {
-    barrier_wait(shared_address(&shared.q_full), tile_parity);
-    tile_parity ^= 1;
-    const AttendTile tile = shared.tile;
+    const int slot = ring.slot;
+    const AttendTile& tile = shared.tiles[slot];
     if (tile.rows == 0) return;
+    ring.next();
+    const bool split = is_split(tile);
     const int blocks = block_count<C>(tile), plain = tile.keys / kKeys;
-    const int active = (tile.rows + 63) / 64;  // warpgroups with queries; the last of them also arrives for the idle ones
-    // Queries for one warpgroup alone are shared: each takes every other block of keys, and the first adds up.
-    const bool split = C::kSplit && active == 1;
     const auto release = [&](uint64_t* barrier) {
-      if (lane == 0) barrier_arrive(shared_address(barrier), split ? C::kConsumers : group == active - 1 ? C::kConsumers - group : 1);
+      if (lane == 0) barrier_arrive(shared_address(barrier), split ? C::kConsumers : 1);
     };
-    if (group >= active && !split) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.q_empty));
-      k.skip(blocks);
-      v = k;
-      continue;
-    }
-    if constexpr (!C::kMath) {
-      for (int b = 0; b < blocks; ++b) {
-        if (split && group != b % C::kConsumers) {
-          k.next();
-          continue;
-        }
+    if (!split && 64 * group >= tile.rows) {  // idle, but in step: parities tell only neighbouring phases apart
+      for (int b = 0; b < blocks; ++b, k.next()) {
         barrier_wait(shared_address(&shared.k_full[k.slot]), k.parity);
         release(&shared.k_empty[k.slot]);
         barrier_wait(shared_address(&shared.v_full[k.slot]), k.parity);
         release(&shared.v_empty[k.slot]);
-        k.next();
       }
-      if (lane == 0) barrier_arrive(shared_address(&shared.q_empty));
+      v = k;
+      release_tile(slot);
+      await_tile();
+      fetch_queries(shared.tiles[ring.slot]);
       continue;
     }
+    wait_all_copies();
+    fence_async_proxy();
+    named_sync(1 + group, 128);
 
     float o[C::kDim / 2], s[kKeys / 2];
     uint32_t p[kKeys / 16][4];
@@ -418,66 +431,45 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
     for (int i = 0; i < C::kDim / 2; ++i) o[i] = 0;
     Softmax softmax;
 
-    const uint32_t q_address = shared_address(shared.q) + (split ? 0 : group * 64 * 128);
-    const uint64_t q_at = panel_descriptor(q_address, 16);
-    uint32_t q[C::kDim / 16][4];
-    if constexpr (C::kQueryRegisters) {
-#pragma unroll
-      for (int i = 0; i < C::kDim / 16; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int r = 16 * warp + lane / 4 + j % 2 * 8;
-          const uint32_t from = q_address + i / 4 * C::kQueryPanelBytes + r * 128 + ((i % 4 * 2 + j / 2 ^ r % 8) << 4) + lane % 4 * 4;
-          asm volatile("ld.shared.b32 %0, [%1];" : "=r"(q[i][j]) : "r"(from));
-        }
-      }
-    }
-
     const auto start_qk = [&] {
       barrier_wait(shared_address(&shared.k_full[k.slot]), k.parity);
-      if (!C::kNoFence) fence_async_proxy();
+      fence_async_proxy();
       wgmma_begin();
       const uint64_t b = k_at + k.slot * (C::kBlockBytes >> 4);
-      if constexpr (C::kQueryRegisters) {
-        wgmma_rs<C::kType, false, false>(s, q[0], b);
+      wgmma_ss<C::kType, false>(s, q_at, b);
 #pragma unroll
-        for (int i = 1; i < C::kDim / 16; ++i) {
-          wgmma_rs<C::kType, true, false>(s, q[i], b + (i / 4 * C::kPanelBytes + i % 4 * 32 >> 4));
-        }
-      } else {
-        wgmma_ss<C::kType, false>(s, q_at, b);
-#pragma unroll
-        for (int i = 1; i < C::kDim / 16; ++i) {
-          wgmma_ss<C::kType, true>(s, q_at + (i / 4 * C::kQueryPanelBytes + i % 4 * 32 >> 4),
-                                   b + (i / 4 * C::kPanelBytes + i % 4 * 32 >> 4));
-        }
+      for (int i = 1; i < C::kDim / 16; ++i) {
+        wgmma_ss<C::kType, true>(s, q_at + (i / 4 * C::kQueryPanelBytes + i % 4 * 32 >> 4),
+                                 b + (i / 4 * C::kPanelBytes + i % 4 * 32 >> 4));
       }
       wgmma_commit();
     };
     const auto start_pv = [&] {
       barrier_wait(shared_address(&shared.v_full[v.slot]), v.parity);
-      if (!C::kNoFence) fence_async_proxy();
+      fence_async_proxy();
       wgmma_begin();
       const uint64_t b = v_at + v.slot * (C::kBlockBytes >> 4);
 #pragma unroll
-      for (int i = 0; i < kKeys / 16; ++i) wgmma_rs<C::kType, true, true>(o, p[i], b + (i * 2048 >> 4));
+      for (int i = 0; i < kKeys / 16; ++i) wgmma_rs<C::kType>(o, p[i], b + (i * 2048 >> 4));
       wgmma_commit();
     };
     const auto finish_qk = [&](int b) {
-      if (b >= plain) {
-        const int begin = b * kKeys + 2 * (lane % 4), keys = tile.keys, all = tile.keys + tile.extra;
+      pin(s);
+      if (b >= plain) {  // extra keys and padding
+        const int column = 2 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) {
-          const int at_key = begin + i / 4 * 8 + i % 2;
-          if (at_key >= all) s[i] = -kInfinity;
-          else if (at_key >= keys) s[i] += shared.bias[k.slot][i / 4 * 8 + i % 2 + 2 * (lane % 4)];
+          const int j = i / 4 * 8 + i % 2 + column, key = b * kKeys + j;
+          if (key >= tile.keys + tile.extra) {
+            s[i] = -kInfinity;
+          } else if (key >= tile.keys) {
+            s[i] += shared.bias[k.slot][j];
+          }
         }
         __syncwarp();
       }
       release(&shared.k_empty[k.slot]);
-      k.next();
-      if (split) k.skip(C::kConsumers - 1);
-      if (!split && b + 1 == blocks && lane == 0) barrier_arrive(shared_address(&shared.q_empty));
+      split ? k.skip(C::kConsumers) : k.next();
       softmax.block(s, unit);
     };
     const auto pack_p = [&] {
@@ -488,43 +480,42 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
       wgmma_wait<0>();
       pin(o);
       release(&shared.v_empty[v.slot]);
-      v.next();
-      if (split) v.skip(C::kConsumers - 1);
+      split ? v.skip(C::kConsumers) : v.next();
     };
-    const bool in_turns = C::kPingPong && active == C::kConsumers;
 
-    const int step = split ? C::kConsumers : 1;
+    const int first = split ? group : 0, step = split ? C::kConsumers : 1;
     if (split) k.skip(group), v.skip(group);
-    if (!split || group < blocks) {
-      if (in_turns) named_sync(1 + group, 256);
+    if (first < blocks) {
       start_qk();
-      if (in_turns) named_arrive(1 + (group + 1) % C::kConsumers, 256);
       wgmma_wait<0>();
-      pin(s);
-      finish_qk(split ? group : 0);
+      finish_qk(first);
       pack_p();
-      for (int b = split ? group + step : 1; b < blocks; b += step) {
-        if (in_turns) named_sync(1 + group, 256);
-        start_qk();
-        start_pv();
-        if (in_turns) named_arrive(1 + (group + 1) % C::kConsumers, 256);
-        wgmma_wait<1>();
-        pin(s);
-        finish_qk(b);
-        finish_pv();
-        if (__any_sync(~0u, softmax.factor[0] != 1.0f || softmax.factor[1] != 1.0f)) {
-#pragma unroll
-          for (int i = 0; i < C::kDim / 2; ++i) o[i] *= softmax.factor[i / 2 % 2];
-        }
-        pack_p();
-      }
     }
-    int32_t token[2];  // fetched while the last product runs
+    for (int b = first + step; b < blocks; b += step) {
+      start_qk();
+      start_pv();
+      wgmma_wait<1>();
+      finish_qk(b);
+      finish_pv();
+      if (__any_sync(~0u, softmax.factor[0] != 1.0f || softmax.factor[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < C::kDim / 2; ++i) o[i] *= softmax.factor[i / 2 % 2];
+      }
+      pack_p();
+    }
+
+    // The next queries and this tile's places arrive while the last product runs.
+    await_tile();
+    if (!split) {
+      named_sync(1 + group, 128);  // all four warps have read their queries
+      fetch_queries(shared.tiles[ring.slot]);
+    }
+    int32_t token[2];
     for (int h = 0; h < 2; ++h) {
       const int row = (split ? 0 : 64 * group) + 16 * warp + 8 * h + lane / 4;
       token[h] = row >= tile.rows ? kNoKey : at.order ? at.order[tile.head][tile.begin + row] : tile.begin + row;
     }
-    if (!split || group < blocks) {
+    if (first < blocks) {
       start_pv();
       finish_pv();
     }
@@ -535,45 +526,46 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
       const int taken = (blocks - group + C::kConsumers - 1) / C::kConsumers;
       k.skip(2 * C::kStages + blocks - group - C::kConsumers * taken);
       v = k;
-      auto* sums = reinterpret_cast<float*>(shared.q);                   // [kDim / 2][128]
-      auto* rows = reinterpret_cast<float2*>(shared.bias) + 16 * warp + lane / 4;  // [64]
-      named_sync(8, 128 * C::kConsumers);  // queries and biases have been read
+      auto* sums = reinterpret_cast<float*>(shared.q);  // [kDim / 2][128]
+      float2* parts = shared.parts + 16 * warp + lane / 4;
+      named_sync(8, 128 * C::kConsumers);  // the queries have been read
       for (int other = 1; other < C::kConsumers; ++other) {
-        if (other > 1) named_sync(8, 128 * C::kConsumers);
         if (group == other) {
 #pragma unroll
           for (int i = 0; i < C::kDim / 2; ++i) sums[128 * i + threadIdx.x % 128] = o[i];
           if (lane % 4 == 0) {
-            for (int h = 0; h < 2; ++h) rows[8 * h] = {softmax.high[h], softmax.sum[h]};
+            for (int h = 0; h < 2; ++h) parts[8 * h] = {softmax.high[h], softmax.sum[h]};
           }
         }
         named_sync(8, 128 * C::kConsumers);
-        if (group != 0) continue;
-        float ours[2], theirs[2];
-        for (int h = 0; h < 2; ++h) {
-          const float2 part = rows[8 * h];
-          const float high = fmaxf(softmax.high[h], part.x), base = high == -kInfinity ? 0.0f : high;
-          ours[h] = exp2_approx((softmax.high[h] - base) * unit);
-          theirs[h] = exp2_approx((part.x - base) * unit);
-          softmax.high[h] = high;
-          softmax.sum[h] = softmax.sum[h] * ours[h] + part.y * theirs[h];
-        }
+        if (group == 0) {
+          float ours[2], theirs[2];
+          for (int h = 0; h < 2; ++h) {
+            const float2 part = parts[8 * h];
+            const float high = fmaxf(softmax.high[h], part.x), base = high == -kInfinity ? 0.0f : high;
+            ours[h] = exp2_approx((softmax.high[h] - base) * unit);
+            theirs[h] = exp2_approx((part.x - base) * unit);
+            softmax.high[h] = high;
+            softmax.sum[h] = softmax.sum[h] * ours[h] + part.y * theirs[h];
+          }
 #pragma unroll
-        for (int i = 0; i < C::kDim / 2; ++i) {
-          o[i] = o[i] * ours[i / 2 % 2] + sums[128 * i + threadIdx.x % 128] * theirs[i / 2 % 2];
+          for (int i = 0; i < C::kDim / 2; ++i) {
+            o[i] = o[i] * ours[i / 2 % 2] + sums[128 * i + threadIdx.x % 128] * theirs[i / 2 % 2];
+          }
         }
+        named_sync(8, 128 * C::kConsumers);
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.q_empty));
-      if (group != 0) continue;
+      fetch_queries(shared.tiles[ring.slot]);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      if (split && group != 0) break;
       const float sum = softmax.sum[h];
       uint16_t* row = token[h] == kNoKey ? nullptr : at.out.row(tile.head, token[h]);
       store_row<C::kType>(o, h, sum == 0.0f ? 0.0f : 1 / sum, row, at.dim);
       if (at.lse && row != nullptr && lane % 4 == 0) at.lse[tile.head][token[h]] = softmax.high[h] * at.scale + logf(sum);
     }
+    release_tile(slot);
   }
 }
 
@@ -582,9 +574,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) attend_kernel(const __grid_con
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<C>*>(memory);
   if (threadIdx.x == 0) {
+    for (int i = 0; i < kTiles; ++i) {
+      barrier_init(shared_address(&shared.tile_full[i]), 1);
+      barrier_init(shared_address(&shared.tile_empty[i]), kLoaderWarps + 4 * C::kConsumers);
+    }
     for (int i = 0; i < C::kLists; ++i) {
-      barrier_init(shared_address(&shared.list_full[i]), 1);
-      barrier_init(shared_address(&shared.list_empty[i]), kLoaderWarps);
+      // Every thread arrives for what it wrote or read: it costs nothing here, and race checkers can follow it.
+      barrier_init(shared_address(&shared.list_full[i]), 32);
+      barrier_init(shared_address(&shared.list_empty[i]), kLoaders);
     }
     for (int i = 0; i < C::kStages; ++i) {
       barrier_init(shared_address(&shared.k_full[i]), kLoaders);
@@ -592,15 +589,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) attend_kernel(const __grid_con
       barrier_init(shared_address(&shared.k_empty[i]), 4 * C::kConsumers);
       barrier_init(shared_address(&shared.v_empty[i]), 4 * C::kConsumers);
     }
-    barrier_init(shared_address(&shared.q_full), kLoaders + 1);
-    barrier_init(shared_address(&shared.q_empty), 4 * C::kConsumers);
     fence_barrier_init();
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     shrink_registers<C::kFeederRegisters>();
-    if (threadIdx.x < 32) expand<C>(at, shared);
-    else load<C>(at, shared);
+    threadIdx.x < 32 ? expand<C>(at, shared) : load<C>(at, shared);
   } else {
     grow_registers<C::kConsumerRegisters>();
     consume<C>(at, shared);
@@ -620,15 +614,22 @@ void launch_kernel(const Exec& exec, const AttendLaunch& launch) {
 
 template <DType kType>
 void launch_type(const Exec& exec, const AttendLaunch& launch) {
-  if (launch.dim <= 64) launch_kernel<Config<kType, 64, 96, 4, 3, 14, false>>(exec, launch);
-  else launch_kernel<Config<kType, 128, 80, 4, 3, 16, false>>(exec, launch);
+  // Blocks of as many keys as the registers hold: spilled accumulators would also serialise the products.
+  if (launch.dim <= 64) {
+    launch_kernel<Config<kType, 64, 96, 14>>(exec, launch);
+  } else {
+    launch_kernel<Config<kType, 128, 80, 16>>(exec, launch);
+  }
 }
 
 }  // namespace
 
 void attend_sm90(const Exec& exec, const AttendLaunch& launch) {
-  if (launch.dtype == DType::bf16) launch_type<DType::bf16>(exec, launch);
-  else launch_type<DType::f16>(exec, launch);
+  if (launch.dtype == DType::bf16) {
+    launch_type<DType::bf16>(exec, launch);
+  } else {
+    launch_type<DType::f16>(exec, launch);
+  }
 }
 
 }  // namespace scope::cuda

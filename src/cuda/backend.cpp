@@ -7,6 +7,7 @@
 
 #include "cuda/clock.h"
 #include "cuda/device.h"
+#include "cuda/errors.h"
 #include "cuda/memory.h"
 #include "cuda/stages.h"
 
@@ -16,20 +17,8 @@ namespace cuda {
 
 namespace {
 
-// Errors after which every later use of the device in this process fails too.
-bool lost(cudaError_t error) {
-  return error == cudaErrorIllegalAddress || error == cudaErrorLaunchFailure || error == cudaErrorAssert ||
-         error == cudaErrorHardwareStackError || error == cudaErrorIllegalInstruction ||
-         error == cudaErrorMisalignedAddress || error == cudaErrorInvalidAddressSpace || error == cudaErrorInvalidPc ||
-         error == cudaErrorLaunchTimeout || error == cudaErrorECCUncorrectable || error == cudaErrorContextIsDestroyed;
-}
-
 void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  const Status status = lost(error)                          ? Status::device_lost
-                        : error == cudaErrorMemoryAllocation ? Status::out_of_memory
-                                                             : Status::device;
-  fail(status, "{}: {}", what, cudaGetErrorString(error));
+  if (error != cudaSuccess) fail(status_of(error), "{}: {}", what, cudaGetErrorString(error));
 }
 
 cudaStream_t stream(const Exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
@@ -104,7 +93,8 @@ int enter(const Exec& exec) {
   check(cudaGetDevice(&previous), "cudaGetDevice");
   if (previous != exec.device->index) check(cudaSetDevice(exec.device->index), "cudaSetDevice");
   const cudaError_t before = cudaGetLastError();  // the host's own failed launches are not ours to report
-  if (lost(before)) check(before, "the device was lost before this call");
+  if (before != cudaSuccess && status_of(before) == Status::device_lost)
+    check(before, "the device was lost before this call");
   return previous;
 }
 

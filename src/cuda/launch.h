@@ -8,14 +8,13 @@
 #include "core/error.h"
 #include "core/tensor.h"
 #include "cuda/device.h"
+#include "cuda/errors.h"
 #include "stages/exec.h"
 
 namespace scope::cuda {
 
 inline void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  const Status status = error == cudaErrorMemoryAllocation ? Status::out_of_memory : Status::device;
-  fail(status, std::string(what) + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess) fail(status_of(error), std::string(what) + ": " + cudaGetErrorString(error));
 }
 // After every launch: a configuration that the device refuses is reported at once, and by name.
 inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }

@@ -43,12 +43,20 @@ __global__ void __launch_bounds__(256) build_tables(TablesLaunch a, Channels par
 
   float sum[4][8] = {};
   for (int i0 = 0; i0 < depth; i0 += kDepth) {
-    const int n = min(kDepth, depth - i0), i = threadIdx.x % kDepth;
-    for (int row = threadIdx.x / kDepth; row < kCodeTile && i < n; row += 256 / kDepth) {
-      u[i][row] = code0 + row < a.codes ? codebook[int64_t{code0 + row} * depth + i0 + i] : 0.0f;
-      if (row >= kGroupTile) continue;
-      const int64_t group = group0 + row;
-      q[i][row] = group < a.groups ? centroids[group * a.dim + partition.channel[begin + i0 + i]] : 0.0f;
+    const int n = min(kDepth, depth - i0), i = threadIdx.x % kDepth, first = threadIdx.x / kDepth;
+    constexpr int kRows = 256 / kDepth;  // that are loaded at a time
+    if (i < n) {
+      const int channel = partition.channel[begin + i0 + i];
+#pragma unroll
+      for (int r = 0; r < kCodeTile; r += kRows) {
+        const int64_t code = code0 + r + first;
+        u[i][r + first] = code < a.codes ? codebook[code * depth + i0 + i] : 0.0f;
+      }
+#pragma unroll
+      for (int r = 0; r < kGroupTile; r += kRows) {
+        const int64_t group = group0 + r + first;
+        q[i][r + first] = group < a.groups ? centroids[group * a.dim + channel] : 0.0f;
+      }
     }
     __syncthreads();
     for (int k = 0; k < n; ++k) {
@@ -728,9 +736,6 @@ void row_bounds(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space
 
 void histogram_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space, Bins bins) {
   const int64_t lane_blocks = int64_t{p.heads} * ceil_div(p.groups, kLanes);
-#ifdef SCOPE_SELECT_SM90
-  if (p.exact && exec.wgmma) return exact_histogram_sm90(exec, p, space, bins);
-#endif
   if (p.exact) {
     const auto bytes = [&](int chunk) {
       return fragment_bytes(p, chunk) + chunk * int64_t{sizeof(float2)} + chunk / kLanes * histogram_bytes(bins);
@@ -754,9 +759,6 @@ void histogram_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s
 void emit_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space, Bins bins, const MaskLaunch& mask) {
   const int64_t lane_blocks = int64_t{p.heads} * ceil_div(p.groups, kLanes);
   const int key_bits = index_bits(p.count);
-#ifdef SCOPE_SELECT_SM90
-  if (p.exact && exec.wgmma) return exact_emit_sm90(exec, p, space, bins, mask, key_bits);
-#endif
   if (p.exact) {
     const auto bytes = [&](int64_t chunk) { return fragment_bytes(p, chunk) + chunk * int64_t{sizeof(EmitRow)}; };
     const int64_t queues = kExactWarps * Queue::kBytes;

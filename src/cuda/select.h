@@ -121,10 +121,6 @@ Bins select_bins(const Exec& exec, const ProxyLaunch& proxy);
 void row_bounds(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins);
 void histogram_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins);
 void emit_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins, const MaskLaunch& mask);
-// score_sm90.cu: the same for the exact proxy, by wgmma.
-void exact_histogram_sm90(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins);
-void exact_emit_sm90(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins, const MaskLaunch& mask,
-                     int key_bits);
 // tail.cu
 void tail_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, const MaskLaunch& mask,
                const TailLaunch& tail);

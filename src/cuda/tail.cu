@@ -11,6 +11,52 @@ namespace {
 // Of a block. A thread owns two channels and, with its neighbour 64 threads on, half of the keys.
 constexpr int kGroups = 16, kKeys = 64, kThreads = 128;
 
+// Logits of 64 keys in 16 groups; -inf where a group keeps the key. A thread has one key and every other group, so that
+// what it reads for the key serves eight logits, and their loads are under way together.
+__device__ void set_logits(const ProxyLaunch& p, const MaskLaunch& mask, const TailLaunch& tail, int64_t head, int group0,
+                           int64_t first, int n, float (&logits)[kGroups][kKeys]) {
+  constexpr int kEach = kGroups * kKeys / kThreads;
+  const int j = threadIdx.x % kKeys, side = threadIdx.x / kKeys;
+  const auto key = static_cast<int32_t>(first + min(j, n - 1));
+  const int32_t token = p.token(key);
+  int group[kEach];
+  bool dropped[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    group[i] = min(group0 + side + 2 * i, p.groups - 1);
+    const uint32_t word = mask.rows[head][group[i] * mask.words + token / 32];
+    dropped[i] =
+        (word >> (token % 32) & 1) == 0 && j < n && group0 + side + 2 * i < p.groups && tail.sizes[head][group[i]] > 0;
+  }
+  float sum[kEach] = {};
+  if (p.exact) {
+    const uint16_t* row = p.k.row(head, token);
+    for (int c = 0; c < p.dim; c += 8) {
+      const uint4 x = *reinterpret_cast<const uint4*>(row + c);
+      const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const float* q = p.centroids[head] + int64_t{group[i]} * p.dim + c;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          sum[i] = fmaf(q[2 * e], p.element(static_cast<uint16_t>(pairs[e])), sum[i]);
+          sum[i] = fmaf(q[2 * e + 1], p.element(static_cast<uint16_t>(pairs[e] >> 16)), sum[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) sum[i] *= p.scale;
+  } else {
+    for (int m = 0; m < p.subspaces; ++m) {
+      const int64_t code = int64_t{m} * p.codes + p.labels[head][int64_t{m} * p.count + key];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sum[i] += p.tables[head][int64_t{group[i]} * p.subspaces * p.codes + code];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) logits[side + 2 * i][j] = dropped[i] && !isnan(sum[i]) ? sum[i] : -INFINITY;
+}
+
 // A part's result for one group: its highest dropped logit, the sum of weights relative to it, and two weighted sums.
 __global__ void __launch_bounds__(kThreads)
     tail_sums(ProxyLaunch p, SelectSpace s, MaskLaunch mask, TailLaunch tail, int group_blocks) {
@@ -25,17 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t first = begin; first < end; first += kKeys) {
     const int n = static_cast<int>(min(int64_t{kKeys}, end - first));
     __syncthreads();
-    for (int i = threadIdx.x; i < kGroups * kKeys; i += kThreads) {
-      const int g = i / kKeys, j = i % kKeys, group = group0 + g;
-      float logit = -INFINITY;
-      if (group < p.groups && j < n && tail.sizes[head][group] > 0) {
-        const auto key = static_cast<int32_t>(first + j);
-        const int32_t token = p.token(key);
-        const bool kept = (mask.rows[head][group * mask.words + token / 32] >> (token % 32) & 1) != 0;
-        if (!kept) logit = p.score(static_cast<int32_t>(head), group, key);
-      }
-      weight[g][j] = isnan(logit) ? -INFINITY : logit;
-    }
+    set_logits(p, mask, tail, head, group0, first, n, weight);
     __syncthreads();
     for (int g = threadIdx.x / 32; g < kGroups; g += kThreads / 32) {
       const int lane = threadIdx.x % 32;

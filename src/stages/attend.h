@@ -8,7 +8,7 @@ namespace scope {
 
 // Virtual keys beside the real ones; group c sees those in its row of `mask`.
 struct ExtraKeys {
-  int64_t count = 0;
+  int64_t count = 0;               // on a device at most `groups`: attend_scratch has room for so many
   const float* k = nullptr;        // [count, dim]
   const float* v = nullptr;        // [count, dim]
   const float* bias = nullptr;     // [count] added to the scaled logit

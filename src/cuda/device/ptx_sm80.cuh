@@ -22,15 +22,8 @@ __device__ inline void copy_async_4(uint32_t shared, const void* global, bool va
   const int bytes = valid ? 4 : 0;
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-// Waits until at most kPending of this thread's committed groups are under way.
-template <int kPending>
-__device__ inline void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-}
-// Waits for all of this thread's copies, committed or not.
+// Waits for all of this thread's copies.
 __device__ inline void copy_async_wait() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
-__device__ inline void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(global)); }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrix_x4(uint32_t (&m)[4], uint32_t shared) {
