@@ -198,8 +198,8 @@ TEST(Encode, ChunkOfHeadsEqualsHeadsAlone) {
 }
 
 // More blocks of tokens than a grid has in y or z.
-TEST(Encode, MoreTokensThanAGridHasInYAndZ) {
-  if (!testing_cuda()) GTEST_SKIP() << "the CPU has no grid";
+// The CPU has no grid to overflow.
+TEST(EncodeOnDevice, MoreTokensThanAGridHasInYAndZ) {
   Rows k(DType::bf16, kManyTokens, 8);
   for (int64_t t = 0; t < kManyTokens; ++t) {
     for (int64_t c = 0; c < 8; ++c) k.set(t, c, c == t % 3 || c == 4 + t % 2 ? 8 : 0);
@@ -223,8 +223,8 @@ TEST(Encode, MoreTokensThanAGridHasInYAndZ) {
   EXPECT_EQ(ours.empty[1], 1);
 }
 
-TEST(Encode, StatusSaysThatARowIsNotFinite) {
-  if (!testing_cuda()) GTEST_SKIP() << "the CPU looks before it encodes";
+// The CPU looks before it encodes.
+TEST(EncodeOnDevice, StatusSaysThatARowIsNotFinite) {
   each_machine([](const Exec& exec) {
     for (const double bad : {1e4, std::nan(""), HUGE_VAL, -HUGE_VAL}) {
       for (const int64_t channel : {0, 17, 39}) {

@@ -210,8 +210,8 @@ TEST(Group, ChunkOfHeadsEqualsHeadsAlone) {
 }
 
 // More blocks of tokens than a grid has in y or z.
-TEST(Group, MoreTokensThanAGridHasInYAndZ) {
-  if (!testing_cuda()) GTEST_SKIP() << "the CPU has no grid";
+// The CPU has no grid to overflow.
+TEST(GroupOnDevice, MoreTokensThanAGridHasInYAndZ) {
   Random random(5);
   Rows q(DType::bf16, kManyTokens, 8);
   for (int64_t t = 0; t < kManyTokens; ++t) {
@@ -234,8 +234,8 @@ TEST(Group, MoreTokensThanAGridHasInYAndZ) {
 }
 
 // Every point starts as a centroid: a label is the point itself, or one that rounding cannot tell from it.
-TEST(Group, MoreGroupsThanAGridHasInYAndZ) {
-  if (!testing_cuda()) GTEST_SKIP() << "the CPU has no grid";
+// The CPU has no grid to overflow.
+TEST(GroupOnDevice, MoreGroupsThanAGridHasInYAndZ) {
   Random random(8);
   const Rows q(random, DType::f16, kManyGroups, 16, 1);
   const auto rows = all_rows(kManyGroups);
@@ -265,8 +265,8 @@ TEST(Group, MoreGroupsThanAGridHasInYAndZ) {
   }
 }
 
-TEST(Group, StatusSaysThatARowIsNotFinite) {
-  if (!testing_cuda()) GTEST_SKIP() << "the CPU looks before it groups";
+// The CPU looks before it groups.
+TEST(GroupOnDevice, StatusSaysThatARowIsNotFinite) {
   each_machine([](const Exec& exec) {
     for (const DType dtype : limits().dtypes) {
       for (const double bad : {1e4, std::nan(""), HUGE_VAL, -HUGE_VAL}) {

@@ -304,8 +304,8 @@ TEST(KMeans, NanIntoKMeansNeverLeavesTheLabelRange) {
 }
 
 // Largest finite inputs are finite: the test for NaN must not overflow by itself.
-TEST(KMeans, LargestFiniteInputsAreFinite) {
-  if (testing_cuda()) GTEST_SKIP() << "the CPU's test for NaN";
+// This is the CPU's own test for NaN.
+TEST(KMeansOnCpu, LargestFiniteInputsAreFinite) {
   each_machine([](const Exec& exec) {
     Rows rows(DType::f32, 40, 40);
     for (int64_t i = 0; i < 1600; ++i) rows.set(i / 40, i % 40, std::numeric_limits<float>::max());

@@ -207,8 +207,8 @@ TEST(Score, RowsAreBitwiseTheSameInAnyBlock) {
 }
 
 // Every stage reads its inputs through load_rows. The row ends where the page does: one byte more is a fault.
-TEST(Score, LoadRowsZeroesItsPaddingAndReadsNothingPastTheRow) {
-  if (testing_cuda()) GTEST_SKIP() << "the CPU's loader";
+// This is the CPU's own loader.
+TEST(ScoreOnCpu, LoadRowsZeroesItsPaddingAndReadsNothingPastTheRow) {
   const int64_t page = 65'536;
   const SparseMemory memory(2 * page);
   ASSERT_TRUE(memory.ok() && mprotect(static_cast<std::byte*>(memory.data()) + page, page, PROT_NONE) == 0);

@@ -510,8 +510,8 @@ TEST(Select, Int32OffsetOverflowThroughStrides) {
 }
 
 // More blocks of keys than a grid has in y or z; scores fall with the key's number modulo 100.
-TEST(Select, MoreKeysThanAGridHasInYAndZ) {
-  if (!testing_cuda()) GTEST_SKIP() << "the CPU has no grid";
+// The CPU has no grid to overflow.
+TEST(SelectOnDevice, MoreKeysThanAGridHasInYAndZ) {
   Random random(15);
   Problem problem(random, 2, kManyTokens, kManyTokens, 8);
   for (int i = 0; i < 200; ++i) problem.tables.push_back(static_cast<float>(-0.1 * (i % 100)));
@@ -592,8 +592,8 @@ TEST(Select, PaperSizes) {
   }
 }
 
-TEST(Select, ScoreSpanPastF32IsRefused) {
-  if (testing_cuda()) GTEST_SKIP() << "a device does not wait to see its scores";
+// A device does not wait to see its scores.
+TEST(SelectOnCpu, ScoreSpanPastF32IsRefused) {
   const Exec exec = machines().front().with(pool(2));
   Random random(11);
   Problem problem(random, 1, 40, 40, 8);

@@ -134,72 +134,6 @@ __global__ void codes_bounds(ProxyLaunch p, SelectSpace s) {
   if (lane == 0) set_bounds(s, head, group, high, range + bad, 1.0f);
 }
 
-// |q.k - q.mean| <= |q| max |k - mean|; any mean will do, so a few keys give it.
-constexpr int kMeanKeys = 256;
-
-__global__ void __launch_bounds__(1024) exact_mean(ProxyLaunch p, SelectSpace s) {
-  __shared__ float part[8][128];
-  const int64_t head = blockIdx.x;
-  const int channel = threadIdx.x % 128, y = threadIdx.x / 128;
-  const int n = min(kMeanKeys, p.count), step = p.count / n;
-  float sum = 0;
-  if (channel < p.dim) {
-    for (int i = y; i < n; i += 8) {
-      const float x = p.element(p.k.row(head, p.token(i * step))[channel]);
-      if (isfinite(x)) sum += x;
-    }
-  }
-  part[y][channel] = sum;
-  __syncthreads();
-  if (y != 0 || channel >= p.dim) return;
-  for (int i = 1; i < 8; ++i) sum += part[i][channel];
-  s.mean[head][channel] = sum / static_cast<float>(n);
-}
-
-// 16 lanes for each key.
-__global__ void __launch_bounds__(256) exact_radius(ProxyLaunch p, SelectSpace s, int blocks) {
-  __shared__ float mean[128];
-  const int64_t head = blockIdx.x / blocks;
-  if (threadIdx.x < 128) mean[threadIdx.x] = threadIdx.x < p.dim ? s.mean[head][threadIdx.x] : 0.0f;
-  __syncthreads();
-  const int part = threadIdx.x % 16, channel = 8 * part;
-  float most = 0;
-  for (int64_t first = int64_t{blockIdx.x % blocks} * 16; first < p.count; first += int64_t{blocks} * 16) {
-    const int64_t key = first + threadIdx.x / 16;
-    float sum = 0;
-    if (key < p.count && channel < p.dim) {
-      const uint4 x = *reinterpret_cast<const uint4*>(p.k.row(head, p.token(static_cast<int32_t>(key))) + channel);
-      const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-      for (int i = 0; i < 4; ++i) {
-        const float a = p.element(static_cast<uint16_t>(pairs[i])) - mean[channel + 2 * i];
-        const float b = p.element(static_cast<uint16_t>(pairs[i] >> 16)) - mean[channel + 2 * i + 1];
-        sum = fmaf(a, a, fmaf(b, b, sum));
-      }
-    }
-    for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    most = fmaxf(most, sum);
-  }
-  most = warp_max(most);
-  if (threadIdx.x % 32 == 0) atomicMax(s.radius[head], __float_as_uint(sqrtf(most)));
-}
-
-__global__ void exact_bounds(ProxyLaunch p, SelectSpace s) {
-  const int64_t row = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) / 32;
-  const int lane = threadIdx.x % 32;
-  if (row >= int64_t{p.heads} * p.groups) return;
-  const int64_t head = row / p.groups;
-  const int group = static_cast<int>(row % p.groups);
-  const float* q = p.centroids[head] + int64_t{group} * p.dim;
-  float centre = 0, square = 0;
-  for (int i = lane; i < p.dim; i += 32) {
-    centre = fmaf(q[i], s.mean[head][i], centre);
-    square = fmaf(q[i], q[i], square);
-  }
-  centre = warp_sum(centre);
-  const float reach = sqrtf(warp_sum(square)) * __uint_as_float(*s.radius[head]) * kReachMargin;
-  if (lane == 0) set_bounds(s, head, group, centre + reach, 2 * reach, p.scale);
-}
-
 // ---- a logit as a depth ----
 
 __device__ uint32_t depth_of(float high, float unit, float logit) {
@@ -548,6 +482,84 @@ __device__ void multiply(const uint4* fragments, const KeyTile& keys, int dim, f
   }
 }
 
+// Floats as integers of the same order, so that atomicMax finds extremes; 0 is below all of them.
+__device__ uint32_t ordered(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+__device__ float from_ordered(uint32_t bits) {
+  return __uint_as_float((bits & 0x80000000u) != 0 ? bits & 0x7fffffffu : ~bits);
+}
+
+// The highest logit of each row and the lowest, negated, as ordered integers in `high` and `range`. A bound from norms
+// would save this pass, but on peaked heads it is many times too wide for the histogram.
+template <class T>
+__global__ void __launch_bounds__(kExactThreads, 1) exact_range(ProxyLaunch p, SelectSpace s, int chunk) {
+  extern __shared__ uint4 shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const int fragment_words = chunk / 16 * ((p.dim + 31) / 32 * 2) * 2 * 32;
+  auto* row = reinterpret_cast<uint32_t*>(shared + fragment_words);  // [2, chunk]
+  const int sections = (p.groups + chunk - 1) / chunk;
+  const int64_t tiles = (p.count + kExactTile - 1) / kExactTile;
+  const auto raise = [](uint32_t* to, uint32_t value) {
+    if (value > *to) atomicMax(to, value);  // seldom, once a few tiles have passed
+  };
+  for (Share share(p.heads, sections, tiles); share.next();) {
+    const int64_t head = share.head;
+    const int group0 = share.section * chunk, pairs = (min(chunk, p.groups - group0) + kLanes - 1) / kLanes;
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * chunk; i += kExactThreads) row[i] = 0;
+    load_centroids<T>(p, head, group0, chunk, shared);
+    __syncthreads();
+    for (int64_t tile = share.begin; tile < share.end; ++tile) {
+      const int64_t first = tile * kExactTile + warp * 32;
+      if (first >= p.count) continue;
+      KeyTile keys;
+      load_keys(p, head, first, keys);
+      const int left = static_cast<int>(min(int64_t{32}, p.count - first));
+      for (int pair = 0; pair < pairs; ++pair) {
+        float sum[2][4][4];
+        multiply<T>(shared + pair * (fragment_words / (chunk / kLanes)), keys, p.dim, sum);
+        float my_high = 0, my_low = 0;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {  // groups 8 c + lane / 4
+          float high = -INFINITY, low = INFINITY;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            if (8 * (i / 2) + 2 * quad + i % 2 >= left) continue;
+            const float x = sum[c / 2][i / 2][2 * (c % 2) + i % 2];
+            high = fmaxf(high, x == x ? x : INFINITY);  // a row with NaN has no finite range
+            low = fminf(low, x);
+          }
+#pragma unroll
+          for (int offset = 1; offset < 4; offset *= 2) {
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, offset));
+            low = fminf(low, __shfl_xor_sync(~0u, low, offset));
+          }
+          if (quad == c) my_high = high, my_low = low;
+        }
+        uint32_t* mine = row + pair * kLanes + 8 * quad + lane / 4;
+        raise(mine, ordered(my_high));
+        raise(mine + chunk, ordered(-my_low));
+      }
+    }
+    __syncthreads();
+    for (int g = threadIdx.x; g < min(chunk, p.groups - group0); g += kExactThreads) {
+      atomicMax(reinterpret_cast<uint32_t*>(s.high[head]) + group0 + g, row[g]);
+      atomicMax(reinterpret_cast<uint32_t*>(s.range[head]) + group0 + g, row[chunk + g]);
+    }
+  }
+}
+
+__global__ void exact_bounds(ProxyLaunch p, SelectSpace s) {
+  const int64_t row = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (row >= int64_t{p.heads} * p.groups) return;
+  const int64_t head = row / p.groups;
+  const int group = static_cast<int>(row % p.groups);
+  const float high = from_ordered(__float_as_uint(s.high[head][group]));
+  set_bounds(s, head, group, high, high + from_ordered(__float_as_uint(s.range[head][group])), p.scale);
+}
+
 template <class T>
 __global__ void __launch_bounds__(kExactThreads, 1) exact_histogram(ProxyLaunch p, SelectSpace s, Bins bins, int chunk) {
   extern __shared__ uint4 shared[];
@@ -725,10 +737,15 @@ Bins select_bins(const Exec& exec, const ProxyLaunch& proxy) {
 void row_bounds(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space, Bins) {
   const int64_t blocks = ceil_div(int64_t{p.heads} * p.groups, 8);
   if (p.exact) {
-    launch(exec, "exact_mean", exact_mean, p.heads, 1024, 0, p, space);
-    const auto each = static_cast<int>(std::clamp<int64_t>(p.count / 128, 1, 64));
-    launch(exec, "exact_radius", exact_radius, int64_t{p.heads} * each, 256, 0, p, space, each);
-    launch(exec, "exact_bounds", exact_bounds, blocks, 256, 0, p, space);
+    fill(exec, space.high.base, space.high.step, 0, p.groups, p.heads);
+    fill(exec, space.range.base, space.range.step, 0, p.groups, p.heads);
+    const auto bytes = [&](int64_t chunk) { return fragment_bytes(p, chunk) + chunk * int64_t{2 * sizeof(uint32_t)}; };
+    int chunk = static_cast<int>(std::min<int64_t>(kEmitGroups, round_up(p.groups, kLanes)));
+    while (bytes(chunk) > exec.device->shared_bytes) chunk -= kLanes;
+    const int64_t parts = blocks_for(exec, 1, int64_t{p.heads} * ceil_div(p.groups, chunk) * ceil_div(p.count, kExactTile));
+    const auto kernel = p.f16 ? exact_range<__half> : exact_range<__nv_bfloat16>;
+    launch(exec, "exact_range", kernel, parts, kExactThreads, bytes(chunk), p, space, chunk);
+    launch(exec, "exact_bounds", exact_bounds, ceil_div(int64_t{p.heads} * p.groups, 256), 256, 0, p, space);
   } else {
     launch(exec, "codes_bounds", codes_bounds, blocks, 256, 0, p, space);
   }

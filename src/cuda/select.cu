@@ -586,14 +586,12 @@ SelectSpace layout(Arena arena, int64_t count, int64_t dim, int64_t groups) {
   SelectSpace s;
   s.most_candidates = static_cast<int32_t>(std::min(count, std::clamp<int64_t>(ceil_div(count, 32), 2 * kBins, 8192)));
   s.found.base = arena.take<uint32_t>(groups);
-  s.radius.base = arena.take<uint32_t>(1);
   const int64_t histogram = round_up(groups, kLanes) * kBins * 8, candidates = groups * s.most_candidates * 4;
   const int64_t few = groups * kFewCandidates * 4, tail = groups * kTailParts * (2 + 2 * dim) * 4;
   s.histogram.base = arena.take<unsigned long long>(std::max({histogram + few, candidates, tail}) / 8 + 1);
   s.candidates.base = reinterpret_cast<uint32_t*>(s.histogram.base);
   s.tail.base = reinterpret_cast<float*>(s.histogram.base);
   s.few.base = reinterpret_cast<uint32_t*>(s.histogram.base) + histogram / 4;
-  s.mean.base = arena.take<float>(dim);
   s.step.base = arena.take<float>(groups);
   s.range.base = arena.take<float>(groups);
   s.high.base = arena.take<float>(groups);
@@ -607,8 +605,8 @@ SelectSpace layout(Arena arena, int64_t count, int64_t dim, int64_t groups) {
   s.part.base = arena.take<float>(groups);
   s.bytes = round_up(arena.used(), 256);
   s.histogram.step = s.bytes / 8;
-  s.found.step = s.radius.step = s.candidates.step = s.todo.step = s.limit.step = s.end.step = s.bytes / 4;
-  s.tail.step = s.mean.step = s.range.step = s.high.step = s.unit.step = s.mass.step = s.blur.step = s.bytes / 4;
+  s.found.step = s.candidates.step = s.todo.step = s.limit.step = s.end.step = s.bytes / 4;
+  s.tail.step = s.range.step = s.high.step = s.unit.step = s.mass.step = s.blur.step = s.bytes / 4;
   s.need.step = s.few.step = s.step.step = s.part.step = s.bytes / 4;
   return s;
 }

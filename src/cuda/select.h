@@ -70,8 +70,6 @@ struct ProxyLaunch {
   }
 };
 
-inline constexpr float kReachMargin = 1.001f;  // exact: of the bound |q| radius
-
 // What a row still needs after the fast passes.
 inline constexpr uint32_t kRefineTopP = 1;   // t_c from the depths in its bin
 inline constexpr uint32_t kExactTopP = 2;    // t_c from the f32 logits
@@ -82,11 +80,9 @@ struct SelectSpace {
   int64_t bytes = 0;  // per head
   int32_t most_candidates = 0;
   PerHead<uint32_t> found;                // [groups] candidates so far
-  PerHead<uint32_t> radius;               // [1] exact: the largest |k - mean|, as the bits of a float
   PerHead<unsigned long long> histogram;  // [groups / 32, bins, 32]; scanned: keys up to the bin << 32 | mass below it
   PerHead<uint32_t> candidates;           // [groups, most_candidates] fraction of the depth << index bits | key
   PerHead<float> tail;                    // [groups, kTailParts, 2 + 2 dim]
-  PerHead<float> mean;                    // [dim] exact: of some keys
   PerHead<uint32_t> few;                  // [groups, kFewCandidates] the same beside the histograms, for t_c
   PerHead<float> step;                    // [groups] nats per depth; 0: the row is one bin
   PerHead<float> range;                   // [groups] upper minus lower bound, in nats; not finite when the logits are not
