@@ -527,6 +527,14 @@ TEST_F(GpuCalls, RefusesBadArgumentsAndWritesNothing) {
   EXPECT_EQ(plan_status(settings, 64, DType::f32), Status::unsupported);
   EXPECT_EQ(plan_status(settings, 136, DType::bf16), Status::unsupported);
   EXPECT_EQ(plan_status(settings, 60, DType::bf16), Status::unsupported);
+  for (const char* baseline : {"svg2", "sparge", "sparge-cdf"}) {
+    EXPECT_EQ(plan_status(method(baseline), 64, DType::bf16), Status::unsupported) << baseline;
+  }
+  Settings target = settings;
+  target.target_density = 0.2;
+  EXPECT_EQ(plan_status(target, 64, DType::bf16), Status::ok);  // rule online
+  target.rule = Rule::hybrid;
+  EXPECT_EQ(plan_status(target, 64, DType::bf16), Status::unsupported);
   Shape wide = in.shape();
   wide.dtype = DType::bf16;
   wide.q_tokens = wide.k_tokens = 200000;

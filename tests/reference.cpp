@@ -249,6 +249,75 @@ std::vector<int64_t> top_keys(const std::vector<double>& scores, int64_t r) {
   return keys;
 }
 
+std::vector<int64_t> svg2_clusters(const std::vector<double>& scores, const std::vector<int64_t>& sizes, double p,
+                                   double min_ratio) {
+  const auto n = static_cast<int64_t>(scores.size());
+  double high = -kInfinity;
+  for (size_t j = 0; j < scores.size(); ++j) high = sizes[j] > 0 ? std::max(high, scores[j]) : high;
+  std::vector<double> weights;
+  for (size_t j = 0; j < scores.size(); ++j) {
+    weights.push_back(sizes[j] == 0 ? 0.0 : static_cast<double>(sizes[j]) * std::exp(scores[j] - high));
+  }
+  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<int64_t> order(scores.size()), kept;
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return weights[static_cast<size_t>(a)] > weights[static_cast<size_t>(b)]; });
+  double before = 0;
+  for (int64_t r = 1; r <= n; ++r) {
+    const int64_t j = order[static_cast<size_t>(r - 1)];
+    if (r == 1 || p >= 1 || before <= p || r <= std::llround(min_ratio * 1e6) * n / 1'000'000) kept.push_back(j);
+    before += weights[static_cast<size_t>(j)] / total;
+  }
+  std::sort(kept.begin(), kept.end());
+  return kept;
+}
+
+std::vector<int64_t> sparge_blocks(std::vector<double> scores, const std::vector<bool>& similar, bool query_similar,
+                                   SpargeForm form) {
+  const auto n = static_cast<int64_t>(scores.size());
+  double high = -kInfinity, total = 0;
+  for (size_t j = 0; j < scores.size(); ++j) {
+    if (!similar[j]) scores[j] = -kInfinity;
+    high = std::max(high, scores[j]);
+  }
+  for (const double s : scores) total += s == -kInfinity ? 0.0 : std::exp(s - high);
+  std::vector<int64_t> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return scores[static_cast<size_t>(a)] > scores[static_cast<size_t>(b)]; });
+  int64_t first = 0;
+  if (form.topk > 0) {
+    first = std::llround(form.topk * 1e6) * n / 1'000'000;
+  } else {
+    double sum = 0;
+    for (const int64_t j : order) {
+      const double s = scores[static_cast<size_t>(j)];
+      sum += s == -kInfinity ? 0.0 : std::exp(s - high) / total;
+      first += form.cdf >= 1 || sum <= form.cdf ? 1 : 0;
+    }
+  }
+  std::vector<bool> keep(scores.size(), !query_similar);
+  for (int64_t r = 0; r < std::max<int64_t>(first, 1); ++r) keep[static_cast<size_t>(order[static_cast<size_t>(r)])] = true;
+  std::vector<int64_t> kept;
+  for (int64_t j = 0; j < n; ++j) {
+    if (keep[static_cast<size_t>(j)] || !similar[static_cast<size_t>(j)]) kept.push_back(j);
+  }
+  return kept;
+}
+
+double self_similarity(const Matrix& rows) {
+  double sum = 0;
+  for (int64_t a = 0; a < rows.rows; ++a) {
+    for (int64_t b = 0; b < rows.rows; ++b) {
+      const double lengths =
+          std::sqrt(dot(rows.row(a), rows.row(a), rows.columns)) * std::sqrt(dot(rows.row(b), rows.row(b), rows.columns));
+      sum += dot(rows.row(a), rows.row(b), rows.columns) / lengths;
+    }
+  }
+  return sum / static_cast<double>(rows.rows * rows.rows);
+}
+
 Tail tail(const Proxy& proxy, const RowsView& v, int64_t group, const std::vector<double>& scores,
           const std::vector<int64_t>& kept) {
   const int64_t dim = proxy.k.dim;

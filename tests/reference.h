@@ -76,6 +76,19 @@ Counts counts(Rule rule, const std::vector<int64_t>& sizes, const std::vector<in
               int64_t n);
 // Positions of the r highest scores, equal scores in ascending position; returned ascending.
 std::vector<int64_t> top_keys(const std::vector<double>& scores, int64_t r);
+// SVG2: the clusters that a group keeps, ascending. Weights n_j e^s, empty clusters 0; rank r stays iff r = 1, the weight
+// before it is <= p of all, or r <= floor(min_ratio clusters); p >= 1 keeps all.
+std::vector<int64_t> svg2_clusters(const std::vector<double>& scores, const std::vector<int64_t>& sizes, double p,
+                                   double min_ratio);
+// SpargeAttn: the key blocks that a query block keeps, ascending. Dissimilar ones score -inf. `similar`: one per key block.
+struct SpargeForm {
+  double topk = 0;  // > 0: the topk form
+  double cdf = 0;   // else the cdf form
+};
+std::vector<int64_t> sparge_blocks(std::vector<double> scores, const std::vector<bool>& similar, bool query_similar,
+                                   SpargeForm form);
+// The mean of the Gram matrix of the rows, each scaled to length 1.
+double self_similarity(const Matrix& rows);
 struct Tail {
   std::vector<double> k, value;  // [dim]
   double bias = 0;               // -inf: nothing is dropped

@@ -91,7 +91,9 @@ struct Output {
         tail_k(problem.proxy.groups * problem.proxy.k.dim, poison),
         tail_value(problem.proxy.groups * problem.proxy.k.dim, poison),
         tail_bias(problem.proxy.groups, poison),
-        scratch(backend(exec).select_scratch(exec, problem.proxy.count, problem.proxy.k.dim, problem.proxy.groups), poison),
+        scratch(backend(exec).select_scratch(exec, problem.proxy.count, problem.proxy.k.dim, problem.proxy.groups,
+                                             keeps_codes(problem.rule) ? problem.proxy.codes : 0),
+                poison),
         args(problem) {
     if (args.tail != nullptr) {
       tail = {args.tail->v, tail_k.data(), tail_value.data(), tail_bias.data()};

@@ -53,7 +53,15 @@ TEST(Settings, RefusesValuesOutsideTheirRange) {
                                                        {"warm_prefix", "1"},
                                                        {"state_dtype", "f16"},
                                                        {"check_finite", "maybe"},
-                                                       {"group", "blocks"}};
+                                                       {"group", "block"},
+                                                       {"encode", "means"},
+                                                       {"q_block", "0"},
+                                                       {"k_block", "-1"},
+                                                       {"target_density", "0"},
+                                                       {"target_density", "1.1"},
+                                                       {"similarity", "1.5"},
+                                                       {"similarity", "nan"},
+                                                       {"rule", "blocks"}};
   for (const auto& [name, value] : cases) {
     Settings settings;
     const std::string before = get_setting(settings, name);
@@ -146,6 +154,12 @@ TEST(Models, RangesCoverTheHeadDimension) {
     Settings settings;
     apply_model(model, settings);
     EXPECT_EQ(settings.rho, model.rho);
+    Settings svg2 = find_method("svg2").settings(), cdf = find_method("sparge-cdf").settings();
+    apply_model(model, svg2);
+    apply_model(model, cdf);
+    EXPECT_EQ(svg2.rho, 0.9);
+    EXPECT_EQ(svg2.groups, model.svg2_groups);
+    EXPECT_EQ(cdf.rho, 0.98);
   }
   EXPECT_EQ(
       find_model("wan2.1-t2v-14b").grid[0] * find_model("wan2.1-t2v-14b").grid[1] * find_model("wan2.1-t2v-14b").grid[2],

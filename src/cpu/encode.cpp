@@ -1,9 +1,11 @@
-// encode on the CPU: one K-means per channel subset.
+// encode on the CPU: one K-means per channel subset, or the means of key blocks.
 #include "stages/encode.h"
 
 #include <algorithm>
 
 #include "core/numeric.h"
+#include "cpu/blocks.h"
+#include "cpu/kernels.h"
 #include "stages/kmeans.h"
 
 namespace scope::cpu {
@@ -15,16 +17,49 @@ struct Layout {
   int32_t* order;    // [tokens]
   int64_t* offsets;  // [codes + 1]
   Scratch kmeans;
+  float* means;       // [codes, dim] of the blocks
+  float* centre;      // [dim] of all keys
+  float* row_buffer;  // [threads, padded dim]
 
   Layout(Arena arena, const Exec& exec, int64_t tokens, int64_t dim, int64_t codes, int64_t* bytes = nullptr) {
     sizes = arena.take<int32_t>(codes);
     order = arena.take<int32_t>(tokens);
     offsets = arena.take<int64_t>(codes + 1);
     kmeans.bytes = kmeans_scratch(exec, tokens, dim, codes);
+    Arena shared = arena;  // blocks need no K-means
     kmeans.data = arena.take<std::byte>(kmeans.bytes);
+    means = shared.take<float>(codes * dim);
+    centre = shared.take<float>(dim);
+    row_buffer = shared.take<float>(exec.pool->threads() * round_up(dim, kLanes));
+    if (shared.used() > arena.used()) arena = shared;
     if (bytes != nullptr) *bytes = arena.used();
   }
 };
+
+void encode_blocks(const Exec& exec, const EncodeArgs& args, const Layout& at) {
+  const int64_t dim = args.k.dim;
+  for (int64_t r = 0; r <= args.codes; ++r) at.offsets[r] = std::min(r * args.block, args.count);
+  const BlocksArgs blocks{
+      .x = args.k, .rows = args.rows, .blocks = args.codes, .offsets = at.offsets, .row_buffer = at.row_buffer};
+  block_means(exec, blocks, at.means);
+  for (int64_t k = 0; k < dim; ++k) {
+    double sum = 0;
+    for (int64_t r = 0; r < args.codes; ++r) {
+      sum += static_cast<double>(at.offsets[r + 1] - at.offsets[r]) * static_cast<double>(at.means[r * dim + k]);
+    }
+    at.centre[k] = static_cast<float>(sum / static_cast<double>(args.count));
+  }
+  float* codebook = args.codebooks;
+  int32_t* label = args.labels;
+  for (const auto& channels : *args.partition) {
+    for (int64_t r = 0; r < args.codes; ++r) {
+      for (const int32_t channel : channels) *codebook++ = at.means[r * dim + channel] - at.centre[channel];
+    }
+    for (int64_t j = 0; j < args.count; ++j) *label++ = static_cast<int32_t>(j / args.block);
+  }
+  std::fill_n(args.empty, args.partition->size(), 0);
+  if (args.similarity != nullptr) block_similarity(exec, blocks, args.block, at.centre, args.similarity);
+}
 
 }  // namespace
 
@@ -36,6 +71,10 @@ int64_t encode_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t co
 
 void encode(const Exec& exec, const EncodeArgs& args) {
   const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.k.dim, args.codes);
+  if (args.encoding == Encoding::blocks) {
+    encode_blocks(exec, args, at);
+    return;
+  }
   float* codebook = args.codebooks;
   for (size_t m = 0; m < args.partition->size(); ++m) {
     const auto& channels = (*args.partition)[m];

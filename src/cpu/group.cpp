@@ -1,10 +1,11 @@
-// group on the CPU: K-means over all channels, or raster blocks.
+// group on the CPU: K-means over all channels, or runs of tokens in raster order.
 #include "stages/group.h"
 
 #include <algorithm>
 #include <numeric>
 
 #include "core/numeric.h"
+#include "cpu/blocks.h"
 #include "cpu/kernels.h"
 #include "stages/kmeans.h"
 
@@ -26,25 +27,21 @@ struct Layout {
   }
 };
 
-// Block c holds positions [c n / groups, (c + 1) n / groups), and its centroid is their mean.
-void raster(const Exec& exec, const GroupArgs& args, Scratch scratch) {
-  for (int64_t c = 0; c <= args.groups; ++c) args.offsets[c] = c * args.count / args.groups;
-  const int64_t stride = round_up(args.q.dim, kLanes);
+// Contiguous runs of positions, and their means as centroids.
+void runs(const Exec& exec, const GroupArgs& args, Scratch scratch) {
+  for (int64_t c = 0; c <= args.groups; ++c) {
+    args.offsets[c] =
+        args.grouping == Grouping::blocks ? std::min(c * args.block, args.count) : c * args.count / args.groups;
+  }
+  for (int64_t c = 0; c < args.groups; ++c) args.sizes[c] = static_cast<int32_t>(args.offsets[c + 1] - args.offsets[c]);
   Arena arena(scratch.data, scratch.bytes);
-  auto* rows = arena.take<float>(exec.pool->threads() * stride);
-  exec.pool->run(args.groups, [&](int64_t c, int thread) {
-    float* row = rows + thread * stride;
-    const int64_t begin = args.offsets[c], end = args.offsets[c + 1];
-    args.sizes[c] = static_cast<int32_t>(end - begin);
-    double sum[256] = {};
-    for (int64_t i = begin; i < end; ++i) {
-      exec.kernels->load_rows(args.q, args.rows + i, 1, row, stride);
-      for (int64_t k = 0; k < args.q.dim; ++k) sum[k] += static_cast<double>(row[k]);
-    }
-    for (int64_t k = 0; k < args.q.dim; ++k) {
-      args.centroids[c * args.q.dim + k] = static_cast<float>(sum[k] / static_cast<double>(end - begin));
-    }
-  });
+  const BlocksArgs blocks{.x = args.q,
+                          .rows = args.rows,
+                          .blocks = args.groups,
+                          .offsets = args.offsets,
+                          .row_buffer = arena.take<float>(exec.pool->threads() * round_up(args.q.dim, kLanes))};
+  block_means(exec, blocks, args.centroids);
+  if (args.similarity != nullptr) block_similarity(exec, blocks, args.block, nullptr, args.similarity);
 }
 
 }  // namespace
@@ -57,8 +54,8 @@ int64_t group_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t gro
 
 void group(const Exec& exec, const GroupArgs& args) {
   const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.q.dim, args.groups);
-  if (args.grouping == Grouping::raster) {
-    raster(exec, args, at.kmeans);
+  if (args.grouping != Grouping::kmeans) {
+    runs(exec, args, at.kmeans);
     std::copy_n(args.rows, args.count, args.order);
   } else {
     std::iota(at.channels, at.channels + args.q.dim, 0);

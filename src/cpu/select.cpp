@@ -1,4 +1,5 @@
-// select on the CPU: histograms instead of sorts, in passes that recompute the proxy rows and never hold their matrix.
+// select on the CPU, key by key: histograms instead of sorts, in passes that recompute the proxy rows and never hold their
+// matrix. The rules that keep whole codes are in select_codes.cpp.
 #include "stages/select.h"
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
+#include "cpu/select.h"
 
 namespace scope {
 
@@ -77,6 +79,7 @@ class Selector {
       : exec_(exec),
         args_(args),
         n_(args.proxy.count),
+        goal_(args.rule == Rule::target ? args.density : args.target),
         at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.count, args.proxy.k.dim, args.proxy.groups) {}
 
   void run() {
@@ -88,9 +91,9 @@ class Selector {
     if (args_.rule == Rule::fixed) {
       std::fill_n(args_.counts, groups, static_cast<int32_t>(std::max<int64_t>(1, ceil_share(args_.density, n_))));
     } else {
-      if (args_.rule == Rule::target) *args_.alpha_used = std::min(args_.alpha, args_.density / 2);
+      const bool known = goal_ == 0;
+      if (!known) *args_.alpha_used = std::min(args_.alpha, goal_ / 2);
       std::fill_n(at_.base, groups, 0);
-      const bool known = args_.rule != Rule::target;
       each_row([&](int64_t c, const float* row, int thread) {
         fill_histogram(row, at_.histograms[c], true);
         if (known) args_.top_p[c] = top_p_count(c, row, args_.rho, thread);
@@ -215,10 +218,11 @@ class Selector {
     for (int64_t c = 0; c < groups; ++c) args_.counts[c] = std::max(at_.base[c], budget);
   }
 
-  // Share of keys the online rule would keep at rho, from the histograms alone (linear inside a bin).
+  // Share of keys that the rule would keep at rho, from the histograms alone (linear inside a bin).
   double density_at(double rho) {
     const int64_t groups = args_.proxy.groups;
-    const auto floor = static_cast<int32_t>(std::max<int64_t>(1, ceil_share(*args_.alpha_used, n_)));
+    const double alpha = args_.rule == Rule::top_p ? 0.0 : *args_.alpha_used;
+    const auto floor = static_cast<int32_t>(std::max<int64_t>(1, ceil_share(alpha, n_)));
     for (int64_t c = 0; c < groups; ++c) {
       if (args_.sizes[c] == 0) continue;
       const Histogram& h = at_.histograms[c];
@@ -229,7 +233,7 @@ class Selector {
       const double count = (b == 0 ? 0 : h.count[b - 1]) + part * h.keys_in(b);
       at_.base[c] = std::max(static_cast<int32_t>(std::ceil(count)), floor);
     }
-    const auto budget = static_cast<int32_t>(head_budget(args_.sizes, at_.base, groups));
+    const auto budget = args_.rule == Rule::target ? static_cast<int32_t>(head_budget(args_.sizes, at_.base, groups)) : 0;
     double kept = 0, queries = 0;
     for (int64_t c = 0; c < groups; ++c) {
       if (args_.sizes[c] == 0) continue;
@@ -240,11 +244,11 @@ class Selector {
   }
 
   double solve_rho() {
-    if (args_.density >= 1.0) return 1.0;
+    if (goal_ >= 1.0) return 1.0;
     double low = 0, high = 1;
     for (int i = 0; i < 40; ++i) {
       const double middle = 0.5 * (low + high);
-      (density_at(middle) < args_.density ? low : high) = middle;
+      (density_at(middle) < goal_ ? low : high) = middle;
     }
     return std::clamp(0.5 * (low + high), 1e-9, 1.0 - 1e-12);
   }
@@ -268,22 +272,11 @@ class Selector {
     for (int64_t j = 0; j < n_; j += kBinChunk) {
       const int64_t n = std::min(kBinChunk, n_ - j);
       exec_.kernels->above(row + j, n, threshold, words);
-      for (int64_t w = 0; w < ceil_div(n, 32); ++w) place(mask, j + 32 * w, words[w]);
+      for (int64_t w = 0; w < ceil_div(n, 32); ++w) place_word(mask, args_.proxy.rows, n_, j + 32 * w, words[w]);
     }
     for (auto key = keys.begin(); key <= last; ++key) {
       if (row[*key] == threshold) set_mask_bit(mask, args_.proxy.rows[*key]);
     }
-  }
-
-  // Writes 32 bits of positions [first, first + 32) at the tokens they stand for.
-  void place(uint32_t* mask, int64_t first, uint32_t word) {
-    const int32_t* rows = args_.proxy.rows;
-    const int64_t last = std::min(first + 31, n_ - 1);
-    if (rows[first] % 32 == 0 && rows[last] - rows[first] == last - first) {
-      mask[rows[first] / 32] |= word;
-      return;
-    }
-    for (; word != 0; word &= word - 1) set_mask_bit(mask, rows[first + std::countr_zero(word)]);
   }
 
   void clear_tail() {
@@ -351,18 +344,26 @@ class Selector {
   const Exec& exec_;
   const SelectArgs& args_;
   int64_t n_;
+  double goal_;  // density to solve rho for; 0: rho is given
   Layout at_;
 };
 
 }  // namespace
 
-int64_t select_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups) {
+int64_t select_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups, int64_t codes) {
+  if (codes > 0) return select_codes_scratch(exec, groups, codes);
   int64_t bytes = 0;
   Layout(Arena(), exec, tokens, dim, groups, &bytes);
   return bytes;
 }
 
-void select(const Exec& exec, const SelectArgs& args) { Selector(exec, args).run(); }
+void select(const Exec& exec, const SelectArgs& args) {
+  if (keeps_codes(args.rule)) {
+    select_codes(exec, args);
+  } else {
+    Selector(exec, args).run();
+  }
+}
 
 }  // namespace cpu
 }  // namespace scope

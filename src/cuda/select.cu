@@ -613,7 +613,7 @@ SelectSpace layout(Arena arena, int64_t count, int64_t dim, int64_t groups) {
 
 }  // namespace
 
-int64_t select_scratch(const Exec&, int64_t tokens, int64_t dim, int64_t groups) {
+int64_t select_scratch(const Exec&, int64_t tokens, int64_t dim, int64_t groups, int64_t /*codes*/) {
   return layout(Arena(), tokens, dim, groups).bytes;
 }
 

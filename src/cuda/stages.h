@@ -19,7 +19,7 @@ void select(const Exec& exec, std::span<const SelectArgs> heads);
 void attend(const Exec& exec, std::span<const AttendArgs> heads);
 int64_t group_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups);
 int64_t encode_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t codes);
-int64_t select_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups);
+int64_t select_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups, int64_t codes);
 int64_t attend_scratch(const Exec& exec, int64_t q_tokens, int64_t k_tokens, int64_t dim, int64_t groups);
 // Rows [first, first + n) of one head's proxy matrix into out [n, stride], for tests.
 void score_rows(const Exec& exec, const Proxy& proxy, int64_t first, int64_t n, float* out, int64_t stride);

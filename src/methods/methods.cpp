@@ -12,6 +12,27 @@ const Method kTable[] = {
      [] { return Settings{.groups = 300, .codes = 333, .first_sample = 1.0}; }},
     {"scope-exact", "SCOPE with the exact proxy: centroids score the keys themselves, and nothing is encoded",
      [] { return Settings{.proxy = ProxyKind::exact}; }},
+    {"svg2", "Sparse VideoGen2: whole clusters of keys by weight, 300 groups and 1,000 clusters, 50 full first iterations",
+     [] {
+       return Settings{.groups = 300, .partition = "even:1", .codes = 1000, .first_sample = 1.0, .rule = Rule::clusters};
+     }},
+    {"sparge", "SpargeAttn, topk form: blocks of 64 queries keep half of the blocks of 128 keys, by block means",
+     [] {
+       return Settings{.group = Grouping::blocks,
+                       .encode = Encoding::blocks,
+                       .partition = "even:1",
+                       .rule = Rule::blocks_topk,
+                       .density = 0.5};
+     }},
+    {"sparge-cdf", "SpargeAttn, cdf form: 0.98 of the blocks' softmax, and dissimilar blocks whole",
+     [] {
+       return Settings{.group = Grouping::blocks,
+                       .encode = Encoding::blocks,
+                       .partition = "even:1",
+                       .rule = Rule::blocks_cdf,
+                       .rho = 0.98,
+                       .similarity = 0.6};
+     }},
     {"dense", "every query attends to every key", [] { return Settings{.dense = true}; }},
 };
 

@@ -6,10 +6,43 @@ namespace scope {
 namespace {
 
 const Model kTable[] = {
-    {"wan2.1-t2v-14b", "Wan2.1 T2V 14B, 81 frames at 720p", 40, 40, 128, {44, 42, 42}, {21, 45, 80}, 50, 0.90, 0.2, false},
-    {"wan2.1-i2v-14b", "Wan2.1 I2V 14B, 81 frames at 720p", 40, 40, 128, {44, 42, 42}, {21, 45, 80}, 40, 0.90, 0.2, false},
-    {"wan2.1-t2v-1.3b", "Wan2.1 T2V 1.3B, 81 frames at 480p", 30, 12, 128, {44, 42, 42}, {21, 30, 52}, 50, 0.90, 0.2, false},
-    {"wan2.1-14b-480p", "Wan2.1 14B, 81 frames at 480p", 40, 40, 128, {44, 42, 42}, {21, 30, 52}, 50, 0.90, 0.2, false},
+    {"wan2.1-t2v-14b",
+     "Wan2.1 T2V 14B, 81 frames at 720p",
+     40,
+     40,
+     128,
+     {44, 42, 42},
+     {21, 45, 80},
+     50,
+     0.90,
+     0.2,
+     false,
+     300},
+    {"wan2.1-i2v-14b",
+     "Wan2.1 I2V 14B, 81 frames at 720p",
+     40,
+     40,
+     128,
+     {44, 42, 42},
+     {21, 45, 80},
+     40,
+     0.90,
+     0.2,
+     false,
+     300},
+    {"wan2.1-t2v-1.3b",
+     "Wan2.1 T2V 1.3B, 81 frames at 480p",
+     30,
+     12,
+     128,
+     {44, 42, 42},
+     {21, 30, 52},
+     50,
+     0.90,
+     0.2,
+     false,
+     300},
+    {"wan2.1-14b-480p", "Wan2.1 14B, 81 frames at 480p", 40, 40, 128, {44, 42, 42}, {21, 30, 52}, 50, 0.90, 0.2, false, 300},
     {"wan2.1-14b-distilled",
      "Wan2.1 14B, 4- to 8-step variants, 480p: no dense prefix fits",
      40,
@@ -20,7 +53,8 @@ const Model kTable[] = {
      4,
      0.90,
      0.0,
-     false},
+     false,
+     300},
     {"wan2.2-a14b",
      "Wan2.2 A14B (each of its two transformers), 81 frames at 720p",
      40,
@@ -31,8 +65,20 @@ const Model kTable[] = {
      40,
      0.90,
      0.2,
-     false},
-    {"wan2.2-ti2v-5b", "Wan2.2 TI2V 5B, 121 frames at 720p", 30, 24, 128, {44, 42, 42}, {31, 22, 40}, 50, 0.90, 0.2, false},
+     false,
+     300},
+    {"wan2.2-ti2v-5b",
+     "Wan2.2 TI2V 5B, 121 frames at 720p",
+     30,
+     24,
+     128,
+     {44, 42, 42},
+     {31, 22, 40},
+     50,
+     0.90,
+     0.2,
+     false,
+     300},
     {"hunyuanvideo-13b",
      "HunyuanVideo 13B, 129 frames at 720p, up to 256 text tokens",
      60,
@@ -43,7 +89,8 @@ const Model kTable[] = {
      50,
      0.88,
      0.1,
-     true},
+     true,
+     400},
 };
 
 }  // namespace
@@ -60,7 +107,8 @@ const Model& find_model(std::string_view name) {
 }
 
 void apply_model(const Model& model, Settings& settings) {
-  settings.rho = model.rho;
+  if (!keeps_codes(settings.rule)) settings.rho = model.rho;  // the baselines' are the same for every model
+  if (settings.rule == Rule::clusters) settings.groups = model.svg2_groups;
   settings.dense_layers = 1;
   settings.dense_steps = model.dense_steps;
   settings.warm_prefix = model.warm_prefix;

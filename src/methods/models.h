@@ -19,6 +19,7 @@ struct Model {
   double rho;  // our starting point: the paper does not publish one
   double dense_steps;
   bool warm_prefix;
+  int64_t svg2_groups;  // as SVG2 publishes it; its p is 0.9 everywhere
 };
 
 std::span<const Model> models_table();

@@ -33,6 +33,14 @@ double share(const char* name, std::string_view text, bool zero_allowed, const c
   return value;
 }
 
+double cosine(const char* name, std::string_view text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !(value >= -1.0 && value <= 1.0))
+    refuse(name, text, "a cosine in [-1, 1]");
+  return value;
+}
+
 template <size_t n>
 int choice(const char* name, std::string_view text, const char* const (&names)[n], const char* expected) {
   for (size_t i = 0; i < n; ++i) {
@@ -41,9 +49,10 @@ int choice(const char* name, std::string_view text, const char* const (&names)[n
   refuse(name, text, expected);
 }
 
-constexpr const char* kGroupings[] = {"kmeans", "raster"};
+constexpr const char* kGroupings[] = {"kmeans", "raster", "blocks"};
+constexpr const char* kEncodings[] = {"kmeans", "blocks"};
 constexpr const char* kProxies[] = {"codes", "exact"};
-constexpr const char* kRules[] = {"fixed", "top_p", "hybrid", "online", "target"};
+constexpr const char* kRules[] = {"fixed", "top_p", "hybrid", "online", "target", "clusters", "blocks_topk", "blocks_cdf"};
 constexpr const char* kTails[] = {"none", "first_order"};
 constexpr const char* kSwitch[] = {"no", "yes"};
 constexpr const char* kStateTypes[] = {"f32", "bf16"};
@@ -57,14 +66,24 @@ int64_t count_or_auto(const char* name, std::string_view text) {
 }
 
 const Setting kTable[] = {
-    {"group", "group", "kmeans | raster", "how queries are grouped: by K-means, or in raster order",
+    {"group", "group", "kmeans | raster | blocks",
+     "how queries are grouped: by K-means, or in raster order as `groups` runs or as blocks of `q_block`",
      [](Settings& s, std::string_view t) {
-       s.group = static_cast<Grouping>(choice("group", t, kGroupings, "kmeans or raster"));
+       s.group = static_cast<Grouping>(choice("group", t, kGroupings, "kmeans, raster or blocks"));
      },
      [](const Settings& s) { return std::string(kGroupings[static_cast<int>(s.group)]); }},
     {"groups", "group", "auto | 1..65536", "query groups; auto = clamp(ceil(tokens / 96), 16, 300)",
      [](Settings& s, std::string_view t) { s.groups = count_or_auto("groups", t); },
      [](const Settings& s) { return count_text(s.groups); }},
+    {"q_block", "group", "1..65536", "queries of a block (group = blocks)",
+     [](Settings& s, std::string_view t) { s.q_block = integer("q_block", t, 1, kMostClusters, "1..65536"); },
+     [](const Settings& s) { return std::to_string(s.q_block); }},
+    {"encode", "encode", "kmeans | blocks",
+     "what a key's code is: its cluster in each subspace, or its block of `k_block` keys in raster order",
+     [](Settings& s, std::string_view t) {
+       s.encode = static_cast<Encoding>(choice("encode", t, kEncodings, "kmeans or blocks"));
+     },
+     [](const Settings& s) { return std::string(kEncodings[static_cast<int>(s.encode)]); }},
     {"partition", "encode", "rope | even:M | random:M", "how channels are split into subspaces; rope = the T/H/W ranges",
      [](Settings& s, std::string_view t) {
        check_partition_name(t);
@@ -74,6 +93,9 @@ const Setting kTable[] = {
     {"codes", "encode", "auto | 1..65536", "codebook entries per subspace; auto = clamp(ceil(tokens / 64), 16, 333)",
      [](Settings& s, std::string_view t) { s.codes = count_or_auto("codes", t); },
      [](const Settings& s) { return count_text(s.codes); }},
+    {"k_block", "encode", "1..65536", "keys of a block (encode = blocks)",
+     [](Settings& s, std::string_view t) { s.k_block = integer("k_block", t, 1, kMostClusters, "1..65536"); },
+     [](const Settings& s) { return std::to_string(s.k_block); }},
     {"iterations", "kmeans", "1..10000", "K-means iterations of a warm call",
      [](Settings& s, std::string_view t) {
        s.iterations = static_cast<int>(integer("iterations", t, 1, 10000, "1..10000"));
@@ -99,21 +121,38 @@ const Setting kTable[] = {
        s.proxy = static_cast<ProxyKind>(choice("proxy", t, kProxies, "codes or exact"));
      },
      [](const Settings& s) { return std::string(kProxies[static_cast<int>(s.proxy)]); }},
-    {"rule", "select", "fixed | top_p | hybrid | online | target",
-     "how many keys a group keeps; target solves rho for `density`",
+    {"rule", "select", "fixed | top_p | hybrid | online | target | clusters | blocks_topk | blocks_cdf",
+     "how many keys a group keeps; target solves rho for `density`; the last three keep whole codes of a single subspace",
      [](Settings& s, std::string_view t) {
-       s.rule = static_cast<Rule>(choice("rule", t, kRules, "fixed, top_p, hybrid, online or target"));
+       s.rule = static_cast<Rule>(choice("rule", t, kRules,
+                                         "fixed, top_p, hybrid, online, target, clusters, blocks_topk or "
+                                         "blocks_cdf"));
      },
      [](const Settings& s) { return std::string(kRules[static_cast<int>(s.rule)]); }},
-    {"rho", "select", "(0, 1]", "proxy mass that a group's keys must reach (top_p, hybrid, online)",
+    {"rho", "select", "(0, 1]",
+     "proxy mass that a group's keys must reach (top_p, hybrid, online, clusters) or not pass (blocks_cdf)",
      [](Settings& s, std::string_view t) { s.rho = share("rho", t, false, "a share in (0, 1]"); },
      [](const Settings& s) { return fmt::format("{}", s.rho); }},
-    {"alpha", "select", "[0, 1]", "least share of keys that a group keeps (hybrid, online, target)",
+    {"alpha", "select", "[0, 1]", "least share of keys (hybrid, online, target) or codes (clusters) that a group keeps",
      [](Settings& s, std::string_view t) { s.alpha = share("alpha", t, true, "a share in [0, 1]"); },
      [](const Settings& s) { return fmt::format("{}", s.alpha); }},
-    {"density", "select", "(0, 1]", "share of keys kept: by every group (fixed), or on average in each head (target)",
+    {"density", "select", "(0, 1]",
+     "share of keys kept by every group (fixed) or on average in each head (target), or of codes by every group "
+     "(blocks_topk)",
      [](Settings& s, std::string_view t) { s.density = share("density", t, false, "a share in (0, 1]"); },
      [](const Settings& s) { return fmt::format("{}", s.density); }},
+    {"target_density", "select", "none | (0, 1]",
+     "density that each head is to meet, whatever the rule: rho (blocks_topk: the share of codes) is solved in the call, "
+     "and "
+     "an alpha above half of it is lowered to half",
+     [](Settings& s, std::string_view t) {
+       s.target_density = t == "none" ? 0.0 : share("target_density", t, false, "none or a share in (0, 1]");
+     },
+     [](const Settings& s) { return s.target_density == 0 ? "none" : fmt::format("{}", s.target_density); }},
+    {"similarity", "select", "[-1, 1]",
+     "mean cosine within a block above which it is similar; others are kept whole (blocks_topk, blocks_cdf)",
+     [](Settings& s, std::string_view t) { s.similarity = cosine("similarity", t); },
+     [](const Settings& s) { return fmt::format("{}", s.similarity); }},
     {"tail", "attend", "none | first_order", "first_order: one virtual key per group stands for the keys it drops",
      [](Settings& s, std::string_view t) { s.tail = static_cast<Tail>(choice("tail", t, kTails, "none or first_order")); },
      [](const Settings& s) { return std::string(kTails[static_cast<int>(s.tail)]); }},
@@ -170,11 +209,13 @@ void set_setting(Settings& settings, std::string_view name, std::string_view tex
 std::string get_setting(const Settings& settings, std::string_view name) { return find(name).get(settings); }
 
 int64_t effective_groups(const Settings& settings, int64_t n) {
+  if (settings.group == Grouping::blocks) return ceil_div(n, settings.q_block);
   const int64_t wanted = settings.groups != 0 ? settings.groups : std::clamp<int64_t>(ceil_div(n, 96), 16, 300);
   return std::min(wanted, n);
 }
 
 int64_t effective_codes(const Settings& settings, int64_t n) {
+  if (settings.encode == Encoding::blocks) return ceil_div(n, settings.k_block);
   const int64_t wanted = settings.codes != 0 ? settings.codes : std::clamp<int64_t>(ceil_div(n, 64), 16, 333);
   return std::min(wanted, n);
 }

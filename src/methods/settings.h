@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "core/tensor.h"
+#include "stages/encode.h"
 #include "stages/group.h"
 #include "stages/score.h"
 #include "stages/select.h"
@@ -18,9 +19,12 @@ enum class KernelChoice { automatic, wgmma, portable };
 struct Settings {
   bool dense = false;  // the method `dense`: no selection at all
   Grouping group = Grouping::kmeans;
-  int64_t groups = 0;  // 0: auto
+  int64_t groups = 0;    // 0: auto
+  int64_t q_block = 64;  // queries of a block
+  Encoding encode = Encoding::kmeans;
   std::string partition = "rope";
-  int64_t codes = 0;  // per subspace; 0: auto
+  int64_t codes = 0;      // per subspace; 0: auto
+  int64_t k_block = 128;  // keys of a block
   int iterations = 2;
   int first_iterations = 50;
   double first_sample = 0.1;
@@ -30,6 +34,8 @@ struct Settings {
   double rho = 0.9;
   double alpha = 0.1;
   double density = 0.2;
+  double target_density = 0;  // 0: none
+  double similarity = -0.1;
   Tail tail = Tail::none;
   int64_t dense_layers = 1;
   double dense_steps = 0.2;

@@ -378,6 +378,9 @@ class Call {
     if (plan_.codes > 0) move(view.codebooks, plan_.codes * plan_.shape.dim, at_.codebooks);
   }
 
+  // Row i of an array that only some methods have.
+  static float* of_head(float* base, int64_t i, int64_t width) { return base == nullptr ? nullptr : base + i * width; }
+
   // group and encode, from the state and back into it.
   void cluster(const Sample& s, int64_t h, int64_t n, const StateSlot& slot, bool warm) {
     const Settings& settings = plan_.settings;
@@ -396,6 +399,7 @@ class Call {
           .count = s.tokens.queries,
           .groups = slot.groups,
           .grouping = settings.group,
+          .block = settings.q_block,
           .iterations = iterations,
           .sample = warm ? s.tokens.queries : effective_sample(settings, s.tokens.queries, slot.groups),
           .warm = warm,
@@ -405,6 +409,7 @@ class Call {
           .sizes = at_.sizes + i * (plan_.groups + 1),
           .order = at_.order + i * shape.q_tokens,
           .offsets = at_.offsets + i * (plan_.groups + 2),
+          .similarity = of_head(at_.q_similarity, i, plan_.groups),
           .status = at_.status,
           .scratch = at_.scratch};
     }
@@ -419,6 +424,8 @@ class Call {
             .count = s.tokens.keys,
             .partition = &plan_.partition,
             .codes = slot.codes,
+            .encoding = settings.encode,
+            .block = settings.k_block,
             .iterations = iterations,
             .sample = warm ? s.tokens.keys : effective_sample(settings, s.tokens.keys, slot.codes),
             .warm = warm,
@@ -426,6 +433,7 @@ class Call {
             .codebooks = at_.codebooks + i * plan_.codes * shape.dim,
             .labels = at_.codes + i * subspaces * shape.k_tokens,
             .empty = at_.empty + i * subspaces,
+            .similarity = of_head(at_.k_similarity, i, plan_.codes),
             .status = at_.status,
             .scratch = at_.scratch};
       }
@@ -486,6 +494,10 @@ class Call {
                     .rho = settings.rho,
                     .alpha = settings.alpha,
                     .density = settings.density,
+                    .target = settings.target_density,
+                    .q_similarity = of_head(at_.q_similarity, i, plan_.groups),
+                    .k_similarity = of_head(at_.k_similarity, i, plan_.codes),
+                    .similar = settings.similarity,
                     .counts = at_.counts + i * (plan_.groups + 1),
                     .top_p = at_.top_p + i * (plan_.groups + 1),
                     .head_budget = &report[i].head_budget,

@@ -90,13 +90,39 @@ void Plan::check_device() const {
   require(shape.dtype != DType::f32, Status::unsupported, "dtype: got f32, CUDA takes f16 and bf16");
   require(shape.dim <= 128 && shape.dim % 8 == 0, Status::unsupported, "dim: got {}, CUDA takes multiples of 8 up to 128",
           shape.dim);
+  require(settings.group != Grouping::blocks && settings.encode != Encoding::blocks && !keeps_codes(settings.rule) &&
+              settings.target_density == 0,
+          Status::unsupported,
+          "group, encode, rule, target_density: got {}, {}, {}, {}; CUDA has no blocks, no rule that keeps whole codes, and "
+          "targets for the rules fixed and online alone",
+          get_setting(settings, "group"), get_setting(settings, "encode"), get_setting(settings, "rule"),
+          get_setting(settings, "target_density"));
   require(settings.kernel != KernelChoice::wgmma || device->major == 9, Status::unsupported,
           "kernel: wgmma needs sm_90, {} is sm_{}{}", device->name, device->major, device->minor);
+}
+
+// Whole codes are those of one subspace, and the blocks rules need to know how alike the rows of a block are.
+void Plan::check_codes() const {
+  const std::string rule = get_setting(settings, "rule");
+  require(settings.proxy == ProxyKind::codes && partition.size() == 1, Status::invalid_argument,
+          "rule: {} keeps whole codes, and needs proxy codes and a partition with one subspace such as even:1", rule);
+  require(settings.tail == Tail::none, Status::invalid_argument, "tail: got first_order, and rule {} has none", rule);
+  require(settings.rule == Rule::clusters || (settings.group == Grouping::blocks && settings.encode == Encoding::blocks),
+          Status::invalid_argument, "rule: {} needs group blocks and encode blocks", rule);
 }
 
 Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shape_)
     : context(context_), settings(settings_), shape(shape_), backend(&context_.backend()), exec(context_.exec()) {
   check_shape(shape);
+  require(!settings.dense || settings.target_density == 0, Status::invalid_argument,
+          "target_density: got {}, and method dense keeps everything", settings.target_density);
+  if (settings.target_density > 0 &&
+      (settings.rule == Rule::fixed || settings.rule == Rule::online || settings.rule == Rule::target)) {
+    // These meet a density by themselves, on every backend.
+    if (settings.rule == Rule::online) settings.rule = Rule::target;
+    settings.density = settings.target_density;
+    settings.target_density = 0;
+  }
   check_device();
   exec.wgmma = exec.device != nullptr && exec.device->major == 9 && settings.kernel != KernelChoice::portable;
   if (!shape.subspaces.empty()) check_partition(shape.subspaces, shape.dim);
@@ -107,10 +133,11 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
     selection_groups = groups + (shape.dense_queries ? 1 : 0);
     if (settings.proxy == ProxyKind::codes) {
       codes = effective_codes(settings, shape.k_tokens);
-      partition = shape.subspaces;
+      if (!keeps_codes(settings.rule)) partition = shape.subspaces;
       if (partition.empty()) partition = make_partition(settings.partition, shape.dim, shape.rope, settings.seed);
       check_partition(partition, shape.dim);
     }
+    if (keeps_codes(settings.rule)) check_codes();
     state_bytes = StateLayout(*this).bytes;
   }
   const auto bytes = [&](int64_t heads) {
@@ -152,6 +179,10 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
   at.codebooks = arena.take<float>(n * codes * dim);
   at.codes = arena.take<int32_t>(n * subspaces * shape.k_tokens);
   at.empty = arena.take<int64_t>(n * subspaces);
+  if (settings.rule == Rule::blocks_topk || settings.rule == Rule::blocks_cdf) {
+    at.q_similarity = arena.take<float>(n * groups);
+    at.k_similarity = arena.take<float>(n * codes);
+  }
   at.tables = arena.take<float>(n * groups * subspaces * codes);
   at.mask = arena.take<uint32_t>(n * (groups + 1) * words);
   if (tail) {
@@ -162,9 +193,10 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
   }
   at.scratch.bytes = backend->attend_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups + 1);
   if (!settings.dense) {
-    at.scratch.bytes = std::max({at.scratch.bytes, backend->group_scratch(exec, shape.q_tokens, dim, groups),
-                                 backend->encode_scratch(exec, shape.k_tokens, dim, codes),
-                                 backend->select_scratch(exec, shape.k_tokens, dim, groups)});
+    at.scratch.bytes =
+        std::max({at.scratch.bytes, backend->group_scratch(exec, shape.q_tokens, dim, groups),
+                  backend->encode_scratch(exec, shape.k_tokens, dim, codes),
+                  backend->select_scratch(exec, shape.k_tokens, dim, groups, keeps_codes(settings.rule) ? codes : 0)});
   }
   at.scratch.bytes *= n;
   at.scratch.data = arena.take<std::byte>(at.scratch.bytes);

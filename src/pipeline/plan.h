@@ -42,7 +42,7 @@ struct Shape {
   int64_t dim = 0;
   DType dtype = DType::f32;
   std::vector<int64_t> rope;   // channels along T, H and W; for partition rope
-  Partition subspaces;         // overrides the setting `partition` when not empty
+  Partition subspaces;         // overrides the setting `partition` when not empty, unless whole codes are kept
   bool dense_queries = false;  // calls may name queries that attend densely: the selection gets one more group
 };
 
@@ -63,6 +63,7 @@ struct Workspace {
   float* codebooks;                    // [codes * dim]
   int32_t* codes;                      // [subspaces, k_tokens]
   int64_t* empty;                      // [subspaces]
+  float *q_similarity, *k_similarity;  // [groups], [codes]; blocks rules only
   float* tables;                       // [groups, subspaces, codes]
   uint32_t* mask;                      // [groups + 1, mask_words(k_tokens)]
   float *tail_k, *tail_v, *tail_bias;  // [groups, dim], [groups, dim], [groups]; first-order tail only
@@ -97,6 +98,7 @@ struct Plan {
 
  private:
   void check_device() const;
+  void check_codes() const;
   Workspace cut(Arena& arena, int64_t heads) const;
 };
 

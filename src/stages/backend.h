@@ -29,7 +29,7 @@ struct Backend {
   // Scratch of each stage in bytes, an upper bound for every call of the given sizes.
   int64_t (*group_scratch)(const Exec&, int64_t tokens, int64_t dim, int64_t groups);
   int64_t (*encode_scratch)(const Exec&, int64_t tokens, int64_t dim, int64_t codes);
-  int64_t (*select_scratch)(const Exec&, int64_t tokens, int64_t dim, int64_t groups);
+  int64_t (*select_scratch)(const Exec&, int64_t tokens, int64_t dim, int64_t groups, int64_t codes);
   int64_t (*attend_scratch)(const Exec&, int64_t q_tokens, int64_t k_tokens, int64_t dim, int64_t groups);
 
   void (*describe)(const Exec&, const DescribeArgs&);

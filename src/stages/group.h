@@ -7,15 +7,17 @@
 
 namespace scope {
 
-enum class Grouping { kmeans, raster };
+// raster: contiguous runs whose sizes differ by at most 1; blocks: runs of `block` queries, the last may be shorter.
+enum class Grouping { kmeans, raster, blocks };
 
 struct GroupArgs {
-  RowsView q;                            // [tokens, dim]
-  const int32_t* rows = nullptr;         // [count] queries to group, ascending
-  int64_t count = 0;                     // >= 1
-  int64_t groups = 0;                    // 1 .. count
-  Grouping grouping = Grouping::kmeans;  // raster: contiguous blocks whose sizes differ by at most 1
-  int iterations = 0;                    // K-means only, like the next three
+  RowsView q;                     // [tokens, dim]
+  const int32_t* rows = nullptr;  // [count] queries to group, ascending
+  int64_t count = 0;              // >= 1
+  int64_t groups = 0;             // 1 .. count; blocks: ceil(count / block)
+  Grouping grouping = Grouping::kmeans;
+  int64_t block = 0;   // blocks only
+  int iterations = 0;  // K-means only, like the next three
   int64_t sample = 0;
   bool warm = false;
   uint64_t seed = 0;
@@ -24,6 +26,9 @@ struct GroupArgs {
   int32_t* sizes = nullptr;    // [groups] out
   int32_t* order = nullptr;    // [count] out: tokens by group, ascending within a group
   int64_t* offsets = nullptr;  // [groups + 1] out
+  // [groups] out, optional, blocks only: the mean of the Gram matrix of a block's rows, each scaled to length 1; NaN for a
+  // block shorter than `block`, and where a row is zero.
+  float* similarity = nullptr;
   uint32_t* status = nullptr;  // [1] device only: bit 0 is set when a row that takes part is not finite
   Scratch scratch;
 };
