@@ -13,8 +13,6 @@
 
 #include "core/numeric.h"
 #include "cuda/device.h"
-#include "methods/methods.h"
-#include "methods/models.h"
 
 namespace scope::cli {
 
@@ -353,23 +351,6 @@ void write_json(const std::string& path, const nlohmann::ordered_json& json) {
   const std::string text = json.dump(2) + "\n";
   const std::span<const std::byte> part = std::as_bytes(std::span(text));
   io::write_file(path, {&part, 1});
-}
-
-void MethodFlags::add(CLI::App& app, bool with_method) {
-  if (with_method) app.add_option("--method", method, "a row of `scope methods`")->capture_default_str();
-  app.add_option("--model", model, "take rho and the schedule of a known model (see `scope methods`)");
-  app.add_option("--set", set, "one setting, as name=value; repeat for more (see `scope methods`)")->allow_extra_args(false);
-}
-
-Settings MethodFlags::settings() const {
-  Settings result = find_method(method).settings();
-  if (!model.empty()) apply_model(find_model(model), result);
-  for (const std::string& item : set) {
-    const size_t equals = item.find('=');
-    require(equals != std::string::npos, Status::invalid_argument, "--set: got \"{}\", expected name=value", item);
-    set_setting(result, std::string_view(item).substr(0, equals), std::string_view(item).substr(equals + 1));
-  }
-  return result;
 }
 
 void MachineFlags::add(CLI::App& app) {

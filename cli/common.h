@@ -37,6 +37,24 @@ Qkv synthetic_qkv(
 std::vector<int64_t> parse_list(const std::string& name, const std::string& text, char separator);
 Partition parse_subspaces(const std::string& json);
 
+// q, k, v and the optional per-sample inputs that a file may carry beside them.
+struct Input {
+  Qkv qkv;
+  std::string grid = {};  // TxHxW; empty: not said
+  std::vector<int64_t> q_lengths = {}, k_lengths = {};
+  std::vector<uint32_t> keep = {}, dense_queries = {};
+
+  Shape shape() const;
+  CallArgs args() const;  // points into this
+  void check_measurable(const char* flag) const;
+};
+struct InputFlags {
+  std::string path, q, k, v, grid, rope, subspaces;
+  int64_t text = 0;
+  void add(CLI::App& app);
+  Input read(const std::string& model) const;
+};
+
 // One plan with everything that a call needs, owned.
 class Runner {
  public:
@@ -78,6 +96,14 @@ nlohmann::ordered_json settings_json(const Settings& settings);
 nlohmann::ordered_json stats_json(const Runner& runner);
 nlohmann::ordered_json machine_json(const Context& context);
 void write_json(const std::string& path, const nlohmann::ordered_json& json);
+
+std::vector<std::string> split(std::string_view text, char separator);
+
+// A method by its name, or with settings: scope:partition=even:8+rule=hybrid. `model` may be empty.
+Settings parse_method(const std::string& text, const std::string& model);
+// What meeting a target density took, a line each: a lowered alpha, or the nearest density where the steps are coarse.
+// Throws when the least that the method keeps is above the target. target 0: none.
+std::vector<std::string> target_notes(const Runner& runner, double target, const std::string& method);
 
 // Options that several commands take.
 struct MethodFlags {

@@ -64,6 +64,12 @@ with tempfile.TemporaryDirectory() as folder:
     assert "scope-paper" in accept("methods") and "first_sample" in accept("methods", "--json")
     assert "make-qkv" in accept("--help") and "--dump" in accept("attend", "--help")
 
+    for method in ("svg2", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "scope:partition=even:2+rule=hybrid"):
+        said = accept(*base, "--method", method, "--target-density", "0.3")
+        assert abs(float(said.split("density ")[-1].split(",")[0]) - 0.3) < 0.02, said
+    assert "nearest to 0.3" in accept(*base, "--method", "sparge:q_block=4+k_block=15", "--target-density", "0.3")
+    assert "alpha lowered from 0.1 to 0.05" in accept(*base, "--method", "svg2", "--target-density", "0.1")
+
     # Usage: 2.
     refuse(2, "subcommand")
     refuse(2, "output", "attend", GOOD)
@@ -73,6 +79,13 @@ with tempfile.TemporaryDirectory() as folder:
     refuse(2, "name=value", *base, "--set", "rho")
     refuse(2, "first_sample", *base, "--set", "sample=1")  # the error lists what exists
     refuse(2, "scope-exact", *base, "--method", "svg3")
+    refuse(2, "svg2", *base, "--method", "svg3:codes=4")
+    refuse(2, "name=value", *base, "--method", "svg2:codes")
+    refuse(2, "there is no \"code\"", *base, "--method", "svg2:codes=4+code=3")
+    refuse(2, "target_density", *base, "--target-density", "0")
+    refuse(2, "target_density", *base, "--target-density", "1.5")
+    refuse(2, "dense keeps everything", *base, "--method", "dense", "--target-density", "0.2")
+    refuse(2, "one subspace", *base, "--method", "svg2:partition=rope")
     refuse(2, "wan2.1", *base, "--model", "sora")
     refuse(2, "partition", *base, "--set", "partition=even:0")
     refuse(2, "subspaces", *base, "--subspaces", "[[0,1],[2")
@@ -89,6 +102,7 @@ with tempfile.TemporaryDirectory() as folder:
     refuse(2, "grid", "make-qkv", "--grid", "3x4", "-o", OUT)
 
     # Bad input: 3.
+    refuse(3, "the least that sparge keeps here is 1.0", *base, "--method", "sparge", "--target-density", "0.3")
     refuse(3, "nowhere", "attend", f"{folder}/nowhere.safetensors", "-o", OUT)
     refuse(3, "grid", *base, "--grid", "3x4x6")
     refuse(3, "channel 2", *base, "--subspaces", "[[0,1]]")
