@@ -8,6 +8,26 @@
 
 namespace scope::cpu {
 
+namespace {
+
+// Products of one slice with n <= kCodes codes: sums that do not wait for one another.
+constexpr int64_t kCodes = 8;
+void products(const double* slice, int64_t depth, const float* codes, int64_t n, double scale, float* out) {
+  double sum[kCodes] = {};
+  if (n == kCodes) {
+    for (int64_t i = 0; i < depth; ++i) {
+      for (int64_t r = 0; r < kCodes; ++r) sum[r] += slice[i] * static_cast<double>(codes[r * depth + i]);
+    }
+  } else {
+    for (int64_t i = 0; i < depth; ++i) {
+      for (int64_t r = 0; r < n; ++r) sum[r] += slice[i] * static_cast<double>(codes[r * depth + i]);
+    }
+  }
+  for (int64_t r = 0; r < n; ++r) out[r] = static_cast<float>(sum[r] * scale);
+}
+
+}  // namespace
+
 void score(const Exec& exec, const ScoreArgs& args) {
   const auto subspaces = static_cast<int64_t>(args.partition->size());
   exec.pool->run(args.groups, [&](int64_t c, int) {
@@ -15,13 +35,15 @@ void score(const Exec& exec, const ScoreArgs& args) {
     for (int64_t m = 0; m < subspaces; ++m) {
       const auto& channels = (*args.partition)[static_cast<size_t>(m)];
       const auto depth = static_cast<int64_t>(channels.size());
-      float slice[256];
-      for (int64_t i = 0; i < depth; ++i) slice[i] = args.centroids[c * args.dim + channels[static_cast<size_t>(i)]];
+      double slice[256];
+      for (int64_t i = 0; i < depth; ++i) {
+        slice[i] = static_cast<double>(args.centroids[c * args.dim + channels[static_cast<size_t>(i)]]);
+      }
       float* table = args.tables + (c * subspaces + m) * args.codes;
-      for (int64_t r = 0; r < args.codes; ++r, codebook += depth) {
-        double sum = 0;
-        for (int64_t i = 0; i < depth; ++i) sum += static_cast<double>(slice[i]) * static_cast<double>(codebook[i]);
-        table[r] = static_cast<float>(sum * static_cast<double>(args.scale));
+      for (int64_t r = 0; r < args.codes; r += kCodes) {
+        const int64_t n = std::min(kCodes, args.codes - r);
+        products(slice, depth, codebook, n, static_cast<double>(args.scale), table + r);
+        codebook += n * depth;
       }
     }
   });

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
@@ -14,13 +13,18 @@ namespace {
 
 constexpr int64_t kChunk = 512;  // keys whose bits are made at a time
 
+struct Ranked {
+  double weight;  // infinite for a code that all keep
+  int32_t code;
+};
+
 struct Layout {
-  int32_t* sizes;   // [codes] keys of each code
-  int32_t* order;   // [groups, codes] codes as the group keeps them: those that all keep, then by weight
-  int32_t* keys;    // [groups, codes] keys up to and with each
-  double* mass;     // [groups, codes] share of the weight up to and with each; 0 for those that all keep
-  double* weights;  // [threads, codes]
-  float* kept;      // [threads, codes] 1 or 0
+  int32_t* sizes;  // [codes] keys of each code
+  int32_t* order;  // [groups, codes] codes as the group keeps them: those that all keep, then by weight
+  int32_t* keys;   // [groups, codes] keys up to and with each
+  double* mass;    // [groups, codes] share of the weight up to and with each; 0 for those that all keep
+  Ranked* ranked;  // [threads, codes]
+  float* kept;     // [threads, codes] 1 or 0
 
   Layout(Arena arena, const Exec& exec, int64_t groups, int64_t codes, int64_t* bytes = nullptr) {
     const int64_t threads = exec.pool->threads();
@@ -28,7 +32,7 @@ struct Layout {
     order = arena.take<int32_t>(groups * codes);
     keys = arena.take<int32_t>(groups * codes);
     mass = arena.take<double>(groups * codes);
-    weights = arena.take<double>(threads * codes);
+    ranked = arena.take<Ranked>(threads * codes);
     kept = arena.take<float>(threads * codes);
     if (bytes != nullptr) *bytes = arena.used();
   }
@@ -50,7 +54,7 @@ class CodeSelector {
     for (int64_t r = 0; r < codes_; ++r) always_ += always(r) ? 1 : 0;
     *args_.head_budget = 0;
     *args_.alpha_used = args_.target > 0 ? std::min(args_.alpha, args_.target / 2) : args_.alpha;
-    each_group([&](int64_t c, int thread) { rank(c, at_.weights + thread * codes_); });
+    each_group([&](int64_t c, int thread) { rank(c, at_.ranked + thread * codes_); });
     const double given = args_.rule == Rule::blocks_topk ? share(floor_share(args_.density, codes_)) : args_.rho;
     const double bound = args_.target > 0 ? solve() : given;
     *args_.rho_used = args_.target > 0 ? bound : args_.rho;
@@ -73,7 +77,7 @@ class CodeSelector {
   bool keeps_all(int64_t c) const { return blocks_ && !(static_cast<double>(args_.q_similarity[c]) > args_.similar); }
   double share(int64_t codes) const { return static_cast<double>(codes) / static_cast<double>(codes_); }
 
-  void rank(int64_t c, double* weights) {
+  void rank(int64_t c, Ranked* ranked) {
     const float* scores = args_.proxy.tables + c * codes_;
     const auto counts = [&](int64_t r) { return blocks_ ? !always(r) : at_.sizes[r] > 0; };
     float high = -std::numeric_limits<float>::infinity();
@@ -82,22 +86,21 @@ class CodeSelector {
     }
     double total = 0;
     for (int64_t r = 0; r < codes_; ++r) {
+      ranked[r] = {always(r) ? std::numeric_limits<double>::infinity() : 0.0, static_cast<int32_t>(r)};
+      if (!counts(r)) continue;
       const double factor = blocks_ ? 1.0 : at_.sizes[r];
-      weights[r] = counts(r) ? factor * std::exp(static_cast<double>(scores[r]) - static_cast<double>(high)) : 0.0;
-      total += weights[r];
+      ranked[r].weight = factor * std::exp(static_cast<double>(scores[r]) - static_cast<double>(high));
+      total += ranked[r].weight;
     }
-    require(always_ == codes_ || std::isfinite(total), Status::non_finite, "proxy scores are not finite");
-    int32_t* order = at_.order + c * codes_;
-    std::iota(order, order + codes_, 0);
-    std::sort(order, order + codes_, [&](int32_t a, int32_t b) {
-      if (always(a) != always(b)) return always(a);
-      return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
-    });
+    require(std::isfinite(total), Status::non_finite, "proxy scores are not finite");
+    std::sort(ranked, ranked + codes_,
+              [](const Ranked& a, const Ranked& b) { return a.weight != b.weight ? a.weight > b.weight : a.code < b.code; });
     double mass = 0;
     int32_t keys = 0;
     for (int64_t r = 0; r < codes_; ++r) {
-      mass += weights[order[r]];
-      keys += at_.sizes[order[r]];
+      if (r >= always_) mass += ranked[r].weight;
+      keys += at_.sizes[ranked[r].code];
+      at_.order[c * codes_ + r] = ranked[r].code;
       at_.mass[c * codes_ + r] = total > 0 ? mass / total : 0.0;
       at_.keys[c * codes_ + r] = keys;
     }
