@@ -245,7 +245,8 @@ void Runner::run_on_gpu(CallArgs args) {
   for (const auto& take : fetches) take();
 }
 
-Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bool dense, int64_t samples) {
+Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bool dense, int64_t samples,
+                const ExactHeads* exact) {
   std::vector<Quality> heads;
   const Shape& shape = runner.plan().shape;
   const int64_t words = mask_words(shape.k_tokens), groups = runner.plan().selection_groups;
@@ -266,9 +267,12 @@ Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bo
         selection = {runner.labels.data() + head * shape.q_tokens, runner.mask.data() + head * groups * words,
                      runner.keep.data() + b * words};
       }
-      heads.push_back(measure_head(*context.exec().pool, qkv.view(qkv.q, qkv.q_tokens).head(b, h),
-                                   qkv.view(qkv.k, qkv.k_tokens).head(b, h), qkv.view(qkv.v, qkv.k_tokens).head(b, h),
-                                   out.head(b, h), selection, samples));
+      ThreadPool& pool = *context.exec().pool;
+      heads.push_back(exact != nullptr
+                          ? measure_head(pool, (*exact)[static_cast<size_t>(head)], out.head(b, h), selection)
+                          : measure_head(pool, qkv.view(qkv.q, qkv.q_tokens).head(b, h),
+                                         qkv.view(qkv.k, qkv.k_tokens).head(b, h), qkv.view(qkv.v, qkv.k_tokens).head(b, h),
+                                         out.head(b, h), selection, samples));
     }
   }
   return mean_quality(heads.data(), static_cast<int64_t>(heads.size()));

@@ -89,8 +89,11 @@ class Runner {
   } gpu_;
 };
 
-// Quality of the last run, averaged over heads.
-Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bool dense, int64_t samples);
+// Quality of the last run, averaged over heads. `exact` [batch x heads] holds what was computed before for the same queries;
+// null: it is computed here.
+using ExactHeads = std::vector<std::vector<ExactQuery>>;
+Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bool dense, int64_t samples,
+                const ExactHeads* exact = nullptr);
 
 nlohmann::ordered_json settings_json(const Settings& settings);
 nlohmann::ordered_json stats_json(const Runner& runner);
@@ -143,6 +146,7 @@ std::string bold(const std::string& text);  // only when stdout is a terminal
 void add_make_qkv(CLI::App& app);
 void add_attend(CLI::App& app);
 void add_bench(CLI::App& app);
+void add_compare(CLI::App& app);
 void add_demo(CLI::App& app);
 void add_doctor(CLI::App& app);
 void add_methods(CLI::App& app);

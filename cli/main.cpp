@@ -40,12 +40,14 @@ int main(int argc, char** argv) {
       "  scope make-qkv --grid 13x30x52 --rope 44,42,42 -o qkv.safetensors     make structured q, k, v\n"
       "  scope attend qkv.safetensors -o out.safetensors --stats stats.json    attend sparsely\n"
       "  scope attend qkv.safetensors -o out.safetensors --set rule=target --set density=0.2\n"
+      "  scope compare qkv.safetensors --methods scope,svg2,sparge --density 0.1,0.2   methods side by side\n"
       "  scope methods                                                         every method and setting\n",
       "scope");
   app.require_subcommand(1);
   app.set_version_flag("--version", SCOPE_VERSION);
   scope::cli::add_make_qkv(app);
   scope::cli::add_attend(app);
+  scope::cli::add_compare(app);
   scope::cli::add_bench(app);
   scope::cli::add_demo(app);
   scope::cli::add_doctor(app);

@@ -22,11 +22,13 @@ struct Query {
   double mass = 0, oracle = 0, retention = 0, top = 0, difference = 0, norm = 0, cosine = 0;
 };
 
-Query measure_query(const RowsView& q, const RowsView& k, const RowsView& v, const RowsView& out,
-                    const HeadSelection& selection, int64_t i) {
+ExactQuery exact_query(const RowsView& q, const RowsView& k, const RowsView& v, int64_t token) {
   const int64_t n = k.tokens, dim = q.dim;
-  std::vector<double> p(static_cast<size_t>(n)), query(static_cast<size_t>(dim)), exact(static_cast<size_t>(dim), 0.0);
-  for (int64_t c = 0; c < dim; ++c) query[c] = element(q, i, c) / std::sqrt(static_cast<double>(dim));
+  ExactQuery exact{token, std::vector<double>(static_cast<size_t>(n)), 0,
+                   std::vector<double>(static_cast<size_t>(dim), 0.0)};
+  std::vector<double>& p = exact.mass;
+  std::vector<double> query(static_cast<size_t>(dim));
+  for (int64_t c = 0; c < dim; ++c) query[c] = element(q, token, c) / std::sqrt(static_cast<double>(dim));
   double high = -INFINITY;
   for (int64_t j = 0; j < n; ++j) {
     double sum = 0;
@@ -37,58 +39,58 @@ Query measure_query(const RowsView& q, const RowsView& k, const RowsView& v, con
   double total = 0;
   for (double& x : p) total += x = std::exp(x - high);
   for (double& x : p) x /= total;
-
+  for (int64_t j = 0; j < n; ++j) {
+    for (int64_t c = 0; c < dim; ++c) exact.out[c] += p[j] * element(v, j, c);
+  }
   const int64_t best = std::max<int64_t>(1, ceil_share(0.1, n));
   std::vector<double> sorted = p;
   std::nth_element(sorted.begin(), sorted.begin() + (best - 1), sorted.end(), std::greater<>());
-  const double least = sorted[best - 1];
+  exact.least_top = sorted[best - 1];
+  return exact;
+}
 
+Query measure_query(const ExactQuery& exact, const RowsView& out, const HeadSelection& selection) {
+  const auto n = static_cast<int64_t>(exact.mass.size()), dim = static_cast<int64_t>(exact.out.size());
   const int64_t words = mask_words(n);
   const auto selected = [&](int64_t j) {
     if (selection.labels == nullptr) return true;
     if (selection.keep != nullptr && mask_bit(selection.keep, j)) return true;
-    return selection.labels[i] >= 0 && mask_bit(selection.mask + selection.labels[i] * words, j);
+    const int32_t label = selection.labels[exact.token];
+    return label >= 0 && mask_bit(selection.mask + label * words, j);
   };
   Query result;
   int64_t kept = 0, hits = 0, tops = 0;
   for (int64_t j = 0; j < n; ++j) {
-    const bool is_top = p[j] >= least;
+    const double p = exact.mass[j];
+    const bool is_top = p >= exact.least_top;
     tops += is_top ? 1 : 0;
-    if (is_top) result.top += p[j];
-    if (selected(j)) {
-      ++kept;
-      result.mass += p[j];
-      hits += is_top ? 1 : 0;
-    }
-    for (int64_t c = 0; c < dim; ++c) exact[c] += p[j] * element(v, j, c);
+    if (is_top) result.top += p;
+    if (!selected(j)) continue;
+    ++kept;
+    result.mass += p;
+    hits += is_top ? 1 : 0;
   }
   result.oracle = static_cast<double>(hits) / static_cast<double>(tops);
   result.retention = static_cast<double>(kept) / static_cast<double>(n);
   if (out.data == nullptr) return result;
   double dot = 0, size = 0;
   for (int64_t c = 0; c < dim; ++c) {
-    const double o = element(out, i, c);
-    result.difference += (o - exact[c]) * (o - exact[c]);
-    result.norm += exact[c] * exact[c];
-    dot += o * exact[c];
+    const double o = element(out, exact.token, c);
+    result.difference += (o - exact.out[c]) * (o - exact.out[c]);
+    result.norm += exact.out[c] * exact.out[c];
+    dot += o * exact.out[c];
     size += o * o;
   }
   result.cosine = dot / std::sqrt(std::max(size * result.norm, 1e-300));
   return result;
 }
 
-}  // namespace
+// The middle of `samples` equal stretches: every part of the video is looked at.
+int64_t sampled_token(int64_t i, int64_t samples, int64_t tokens) { return (2 * i + 1) * tokens / (2 * samples); }
 
-Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v, const RowsView& out,
-                     const HeadSelection& selection, int64_t samples) {
+Quality summary(const std::vector<Query>& queries) {
   Quality quality;
-  const int64_t n = std::min(samples, q.tokens);
-  if (n <= 0 || k.tokens == 0) return quality;
-  std::vector<Query> queries(static_cast<size_t>(n));
-  // The middle of n equal stretches: every part of the video is looked at.
-  pool.run(n,
-           [&](int64_t i, int) { queries[i] = measure_query(q, k, v, out, selection, (2 * i + 1) * q.tokens / (2 * n)); });
-  const auto count = static_cast<double>(n);
+  const auto count = static_cast<double>(queries.size());
   double squares = 0, difference = 0, norm = 0;
   for (const Query& x : queries) {
     quality.mass_recall += x.mass / count;
@@ -100,11 +102,41 @@ Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, con
     difference += x.difference;
     norm += x.norm;
   }
-  quality.queries = n;
+  quality.queries = static_cast<int64_t>(queries.size());
   const double variance = std::max(0.0, squares - quality.mass_recall * quality.mass_recall);
   quality.mass_interval = 1.96 * std::sqrt(variance / count);
   quality.error = std::sqrt(difference / std::max(norm, 1e-300));
   return quality;
+}
+
+}  // namespace
+
+std::vector<ExactQuery> exact_queries(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v,
+                                      int64_t samples) {
+  const int64_t n = k.tokens == 0 ? 0 : std::min(samples, q.tokens);
+  std::vector<ExactQuery> exact(static_cast<size_t>(std::max<int64_t>(n, 0)));
+  pool.run(n, [&](int64_t i, int) { exact[i] = exact_query(q, k, v, sampled_token(i, n, q.tokens)); });
+  return exact;
+}
+
+Quality measure_head(ThreadPool& pool, const std::vector<ExactQuery>& exact, const RowsView& out,
+                     const HeadSelection& selection) {
+  if (exact.empty()) return {};
+  std::vector<Query> queries(exact.size());
+  pool.run(static_cast<int64_t>(exact.size()),
+           [&](int64_t i, int) { queries[i] = measure_query(exact[i], out, selection); });
+  return summary(queries);
+}
+
+Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v, const RowsView& out,
+                     const HeadSelection& selection, int64_t samples) {
+  const int64_t n = std::min(samples, q.tokens);
+  if (n <= 0 || k.tokens == 0) return {};
+  std::vector<Query> queries(static_cast<size_t>(n));
+  pool.run(n, [&](int64_t i, int) {
+    queries[i] = measure_query(exact_query(q, k, v, sampled_token(i, n, q.tokens)), out, selection);
+  });
+  return summary(queries);
 }
 
 Quality mean_quality(const Quality* heads, int64_t count) {

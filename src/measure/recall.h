@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/parallel.h"
 #include "core/tensor.h"
@@ -25,6 +26,20 @@ struct Quality {
   double error = 0;          // |o - o*| / |o*| over the sampled queries
   double cosine = 0;         // mean cosine of o and o*
 };
+
+// Exact attention of one query: what every method is measured against, so that many can share it.
+struct ExactQuery {
+  int64_t token = 0;
+  std::vector<double> mass;  // [k_tokens] its softmax
+  double least_top = 0;      // of the top 10 %
+  std::vector<double> out;   // [dim]
+};
+
+// samples: as below.
+std::vector<ExactQuery> exact_queries(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v,
+                                      int64_t samples);
+Quality measure_head(ThreadPool& pool, const std::vector<ExactQuery>& exact, const RowsView& out,
+                     const HeadSelection& selection);
 
 // `out` may be null (no error, no cosine). samples: queries to look at, spread evenly; >= q.tokens means all.
 Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v, const RowsView& out,

@@ -2,10 +2,13 @@
 
     check_cli.py SCOPE-COMMAND
 """
+import csv
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree
 
 import numpy as np
 
@@ -70,7 +73,34 @@ with tempfile.TemporaryDirectory() as folder:
     assert "nearest to 0.3" in accept(*base, "--method", "sparge:q_block=4+k_block=15", "--target-density", "0.3")
     assert "alpha lowered from 0.1 to 0.05" in accept(*base, "--method", "svg2", "--target-density", "0.1")
 
+    # compare: every method and ablation at the density asked for, as a table, JSON, CSV and SVG.
+    specs = ["scope", "scope-exact", "svg2:codes=60", "sparge:q_block=4+k_block=2"]
+    specs += [f"scope:partition={p}" for p in ("even:1", "even:2", "random:3", "rope", "even:4", "even:8")]
+    specs += [f"scope:rule={rule}" for rule in ("top_p", "hybrid", "online")]
+    compare = ("compare", GOOD, "--repeat", "1")
+    said = accept(*compare, "--samples", "20", "--methods", ",".join(specs), "--density", "0.2,0.5", "--json", f"{folder}/c.json", "--csv",
+                  f"{folder}/c.csv", "--plots", f"{folder}/c-")
+    assert all(spec in said for spec in specs) and "±" in said, said
+    rows = json.load(open(f"{folder}/c.json"))["rows"]
+    table = list(csv.DictReader(open(f"{folder}/c.csv")))
+    assert len(rows) == len(table) == 1 + 2 * len(specs)
+    for row, line in zip(rows, table):
+        assert line["method"] == row["method"] and abs(float(line["mass_recall"]) - row["mass_recall"]) < 1e-12
+        assert abs(row["density"] - row["target"]) < 0.03, row
+        # Every query is sampled one time in three: the share of keys kept there is close to the density.
+        assert abs(row["retention"] - row["density"]) < 0.1 and row["density"] - 0.02 < row["mass_recall"] < 1 + 1e-9, row
+    for name in ("recall", "error"):
+        lines = xml.etree.ElementTree.parse(f"{folder}/c-{name}.svg").findall("{http://www.w3.org/2000/svg}polyline")
+        assert [len(line.get("points").split()) for line in lines] == [2] * len(specs)
+    assert "= 3x4x5" in accept(*compare, "--samples", "all", "--methods", "svg2", "--density", "0.3")
+
     # Usage: 2.
+    refuse(2, "svg2", *compare, "--methods", "scope,svg3")
+    refuse(2, "its own line", *compare, "--methods", "dense")
+    refuse(2, "target_density", *compare, "--density", "0.1,2")
+    refuse(2, "target_density", *compare, "--density", "0.1,")
+    refuse(2, "--samples", *compare, "--samples", "0")
+    refuse(2, "setting", *compare, "--methods", "scope:rhoo=1")
     refuse(2, "subcommand")
     refuse(2, "output", "attend", GOOD)
     refuse(2, "rho", *base, "--set", "rho=0")
@@ -102,6 +132,8 @@ with tempfile.TemporaryDirectory() as folder:
     refuse(2, "grid", "make-qkv", "--grid", "3x4", "-o", OUT)
 
     # Bad input: 3.
+    refuse(3, "grid", *compare, "--grid", "3x4x6")
+    refuse(3, "the least that sparge keeps here is 1.0", *compare, "--methods", "sparge")
     refuse(3, "the least that sparge keeps here is 1.0", *base, "--method", "sparge", "--target-density", "0.3")
     refuse(3, "nowhere", "attend", f"{folder}/nowhere.safetensors", "-o", OUT)
     refuse(3, "grid", *base, "--grid", "3x4x6")

@@ -1,0 +1,336 @@
+// scope compare: methods side by side on one file's q, k, v, at matched density.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common.h"
+#include "plot.h"
+
+namespace scope::cli {
+
+namespace {
+
+struct Options {
+  InputFlags input;
+  std::string methods = "scope,scope-exact,svg2,sparge", density = "0.05,0.1,0.2,0.3", samples = "128", model, json, csv,
+              plots;
+  int repeat = 3;
+  MachineFlags machine;
+};
+
+struct Method {
+  std::string name;
+  Settings settings;
+};
+
+// One line of the table: medians over the repeated warm calls, quality of the last.
+struct Row {
+  std::string method;
+  double target = 1, density = 1, selection = 0, attend = 0, total = 0;  // seconds
+  double first_selection = 0;                                            // of the first call, from random rows
+  Quality quality;
+  std::vector<std::string> notes;
+};
+
+double selection_seconds(const CallStats& stats) { return stats.group + stats.encode + stats.score + stats.select; }
+
+std::vector<Method> parse_methods(const Options& options) {
+  std::vector<Method> methods;
+  for (const std::string& name : split(options.methods, ',')) {
+    methods.push_back({name, parse_method(name, options.model)});
+    require(!methods.back().settings.dense, Status::invalid_argument,
+            "--methods: dense is what the others are compared with; it has its own line");
+  }
+  return methods;
+}
+
+std::vector<double> parse_densities(const Options& options) {
+  std::vector<double> densities;
+  for (const std::string& text : split(options.density, ',')) {
+    Settings settings;
+    set_setting(settings, "target_density", text);
+    require(settings.target_density > 0, Status::invalid_argument, "--density: got \"{}\", expected shares in (0, 1]", text);
+    densities.push_back(settings.target_density);
+  }
+  return densities;
+}
+
+int64_t parse_samples(const std::string& text) {
+  if (text == "all") return std::numeric_limits<int64_t>::max();
+  const auto values = parse_list("--samples", text, ',');
+  require(values.size() == 1, Status::invalid_argument, "--samples: got \"{}\", expected a number or all", text);
+  return values[0];
+}
+
+class Comparison {
+ public:
+  explicit Comparison(const Options& options)
+      : options_(options),
+        methods_(parse_methods(options)),
+        densities_(parse_densities(options)),
+        samples_(parse_samples(options.samples)),
+        context_(options.machine.context()),
+        input_(options.input.read(options.model)) {
+    input_.check_measurable("compare");
+    // What cannot run is refused before anything is measured.
+    for (const Method& method : methods_) const Plan plan(context_, at_density(method, densities_.front()), input_.shape());
+    samples_ = std::min(samples_, input_.qkv.q_tokens);
+  }
+
+  void run() {
+    Progress progress("compare", 2 + static_cast<int64_t>(methods_.size() * (1 + densities_.size())));
+    make_exact();
+    progress.step("exact");
+    dense_ = run_dense();
+    progress.step("dense");
+    for (const Method& method : methods_) {
+      Runner first(context_, at_density(method, densities_.front()), input_.shape());
+      first.init_state();
+      first.run(input_.args());
+      progress.step(method.name);
+      for (const double density : densities_) {
+        rows_.push_back(run_method(method, density, first));
+        progress.step(fmt::format("{} at {}", method.name, density));
+      }
+    }
+  }
+
+  void print() const {
+    fmt::print("{}\n\n", bold(setting_line()));
+    size_t width = 6;
+    for (const Method& method : methods_) width = std::max(width, method.name.size());
+    fmt::print("{:<{}}  {:>7}  {:>17}  {:>13}  {:>8}  {:>8}  {:>9}  {:>9}  {:>7}\n", "", width, "density", "mass recall",
+               "oracle recall", "error", "cosine", "select ms", "attend ms", "speedup");
+    const auto line = [&](const Row& row) {
+      fmt::print("{:<{}}  {:>7.4f}  {:>8.4f} ± {:.4f}  {:>13.4f}  {:>8.5f}  {:>8.5f}  {:>9.1f}  {:>9.1f}  {:>6.2f}x\n",
+                 row.method, width, row.density, row.quality.mass_recall, row.quality.mass_interval,
+                 row.quality.oracle_recall, row.quality.error, row.quality.cosine, 1e3 * row.selection, 1e3 * row.attend,
+                 dense_.total / row.total);
+    };
+    line(dense_);
+    for (const Row& row : rows_) line(row);
+    fmt::print("\n");
+    for (const Row& row : rows_) {
+      for (const std::string& note : row.notes) fmt::print("{}\n", note);
+    }
+    fmt::print(
+        "mass recall: exact softmax mass on the selected keys, with its 95 % interval over the sampled queries; oracle "
+        "recall: "
+        "share of\nthe exact top 10 % of keys that was selected; error: |o - o*| / |o*| against float64; times: median of "
+        "{} warm "
+        "calls.\n",
+        options_.repeat);
+  }
+
+  nlohmann::ordered_json json() const {
+    nlohmann::ordered_json out{
+        {"input", options_.input.path},  {"grid", input_.grid},       {"heads", input_.qkv.batch * input_.qkv.heads},
+        {"tokens", input_.qkv.q_tokens}, {"dim", input_.qkv.dim},     {"dtype", dtype_name(input_.qkv.dtype)},
+        {"queries_per_head", samples_},  {"repeat", options_.repeat}, {"machine", machine_json(context_)}};
+    for (const Method& method : methods_) out["settings"][method.name] = settings_json(method.settings);
+    out["rows"].push_back(row_json(dense_));
+    for (const Row& row : rows_) out["rows"].push_back(row_json(row));
+    return out;
+  }
+
+  std::string csv() const {
+    std::string out;
+    for (const Row* row : all_rows()) {
+      const auto json = row_json(*row);
+      std::vector<std::string> names, values;
+      for (const auto& [name, value] : json.items()) {
+        if (name == "notes") continue;
+        names.push_back(name);
+        values.push_back(value.is_string() ? "\"" + value.get<std::string>() + "\"" : value.dump());
+      }
+      if (out.empty()) out = fmt::format("{}\n", fmt::join(names, ","));
+      out += fmt::format("{}\n", fmt::join(values, ","));
+    }
+    return out;
+  }
+
+  Chart recall_chart() const {
+    return chart("Mass recall against density", "density", "mass recall", false, [](const Row& row) {
+      return std::pair{row.density, row.quality.mass_recall};
+    });
+  }
+  Chart error_chart() const {
+    return chart("Output error against time", "milliseconds of a warm call", "relative error", true, [](const Row& row) {
+      return std::pair{1e3 * row.total, std::max(row.quality.error, 1e-9)};
+    });
+  }
+
+ private:
+  static Settings at_density(const Method& method, double density) {
+    Settings settings = method.settings;
+    settings.target_density = density;
+    return settings;
+  }
+
+  // Exact attention is the dearest part, and the same for all; without room for it, each measurement computes its own.
+  void make_exact() {
+    const Qkv& qkv = input_.qkv;
+    constexpr int64_t kMostValues = int64_t{1} << 27;
+    if (qkv.batch * qkv.heads * samples_ * qkv.k_tokens > kMostValues) return;
+    for (int64_t b = 0; b < qkv.batch; ++b) {
+      for (int64_t h = 0; h < qkv.heads; ++h) {
+        exact_.push_back(exact_queries(*context_.exec().pool, qkv.view(qkv.q, qkv.q_tokens).head(b, h),
+                                       qkv.view(qkv.k, qkv.k_tokens).head(b, h), qkv.view(qkv.v, qkv.k_tokens).head(b, h),
+                                       samples_));
+      }
+    }
+  }
+
+  // Medians over `repeat` calls, each from the same state.
+  Row measure_row(Runner& runner, const std::string& name, const std::vector<std::byte>& state) {
+    std::vector<double> selection, attend, total;
+    for (int i = 0; i < options_.repeat; ++i) {
+      runner.state() = state;
+      runner.run(input_.args());
+      selection.push_back(selection_seconds(runner.stats));
+      attend.push_back(runner.stats.attend);
+      total.push_back(runner.stats.total);
+    }
+    const auto median = [](std::vector<double>& x) {
+      std::sort(x.begin(), x.end());
+      return x[x.size() / 2];
+    };
+    Row row{.method = name,
+            .density = runner.stats.density,
+            .selection = median(selection),
+            .attend = median(attend),
+            .total = median(total),
+            .quality = {},
+            .notes = {}};
+    row.quality = measure(context_, input_.qkv, runner, runner.stats.reason != Reason::sparse, samples_,
+                          exact_.empty() ? nullptr : &exact_);
+    return row;
+  }
+
+  Row run_dense() {
+    Runner runner(context_, parse_method("dense", ""), input_.shape());
+    return measure_row(runner, "dense", {});
+  }
+
+  Row run_method(const Method& method, double density, Runner& first) {
+    Runner runner(context_, at_density(method, density), input_.shape());
+    runner.want_selection();
+    runner.init_state();
+    Row row = measure_row(runner, method.name, first.state());
+    row.target = density;
+    row.first_selection = selection_seconds(first.stats);
+    row.notes = target_notes(runner, density, method.name);
+    return row;
+  }
+
+  std::string setting_line() const {
+    const Qkv& qkv = input_.qkv;
+    return fmt::format("{}: {} heads x {} tokens{}{} x {}, {}; {} queries per head; {} threads, {}", options_.input.path,
+                       qkv.batch * qkv.heads, qkv.q_tokens, input_.grid.empty() ? "" : " = ", input_.grid, qkv.dim,
+                       dtype_name(qkv.dtype), samples_, context_.threads(), context_.instruction_set());
+  }
+
+  std::vector<const Row*> all_rows() const {
+    std::vector<const Row*> rows{&dense_};
+    for (const Row& row : rows_) rows.push_back(&row);
+    return rows;
+  }
+
+  nlohmann::ordered_json row_json(const Row& row) const {
+    return {{"method", row.method},
+            {"target", row.target},
+            {"density", row.density},
+            {"mass_recall", row.quality.mass_recall},
+            {"mass_interval", row.quality.mass_interval},
+            {"oracle_recall", row.quality.oracle_recall},
+            {"retention", row.quality.retention},
+            {"error", row.quality.error},
+            {"cosine", row.quality.cosine},
+            {"selection_seconds", row.selection},
+            {"first_selection_seconds", row.first_selection},
+            {"attend_seconds", row.attend},
+            {"total_seconds", row.total},
+            {"speedup", dense_.total / row.total},
+            {"notes", row.notes}};
+  }
+
+  template <class Point>
+  Chart chart(const char* title, const char* x, const char* y, bool log, const Point& point) const {
+    Chart chart{
+        .title = title, .x_label = x, .y_label = y, .note = setting_line(), .log_x = log, .log_y = log, .series = {}};
+    for (const Method& method : methods_) {
+      Series series{method.name, {}};
+      for (const Row& row : rows_) {
+        if (row.method == method.name) series.points.push_back(point(row));
+      }
+      chart.series.push_back(series);
+    }
+    return chart;
+  }
+
+  const Options& options_;
+  std::vector<Method> methods_;
+  std::vector<double> densities_;
+  int64_t samples_;
+  Context context_;
+  Input input_;
+  ExactHeads exact_;
+  Row dense_;
+  std::vector<Row> rows_;
+};
+
+void write_text(const std::string& path, const std::string& text) {
+  const std::span<const std::byte> part = std::as_bytes(std::span(text));
+  io::write_file(path, {&part, 1});
+}
+
+void run(const Options& options) {
+  Comparison comparison(options);
+  comparison.run();
+  comparison.print();
+  if (!options.json.empty()) write_json(options.json, comparison.json());
+  if (!options.csv.empty()) write_text(options.csv, comparison.csv());
+  if (!options.plots.empty()) {
+    write_text(options.plots + "recall.svg", svg(comparison.recall_chart()));
+    write_text(options.plots + "error.svg", svg(comparison.error_chart()));
+  }
+}
+
+}  // namespace
+
+void add_compare(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "compare",
+      "Run methods side by side on the q, k, v of a file (see `scope attend --help`), at matched density, and print recall, "
+      "error "
+      "and time.\n"
+      "Every method is solved for each density in the call, within 0.005 or, where its steps are coarse, the nearest. Each "
+      "runs "
+      "once\n"
+      "from random rows, and is then timed in warm calls, as a video model makes them at every step but the first.\n"
+      "A method may carry settings, separated by +, for ablations:\n\n"
+      "  scope compare qkv.safetensors --methods scope,scope-exact,svg2,sparge --density 0.05,0.1,0.2,0.3 --plots compare-\n"
+      "  scope compare qkv.safetensors --methods scope,scope:partition=even:8,scope:partition=random:3+rule=hybrid");
+  options->input.add(*command);
+  command
+      ->add_option("--methods", options->methods,
+                   "rows of `scope methods`, with settings as name:setting=value+setting=value")
+      ->capture_default_str();
+  command->add_option("--density", options->density, "shares of keys to compare at")->capture_default_str();
+  command->add_option("--samples", options->samples, "queries per head on which recall and error are measured, or all")
+      ->capture_default_str();
+  command->add_option("--repeat", options->repeat, "warm calls of each; times are medians")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_option("--model", options->model, "take settings of a known model (see `scope methods`)");
+  command->add_option("--json", options->json, "write everything as JSON");
+  command->add_option("--csv", options->csv, "write the table as CSV");
+  command->add_option("--plots", options->plots,
+                      "write PREFIXrecall.svg (recall against density) and PREFIXerror.svg (error against time)");
+  options->machine.add(*command);
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace scope::cli
