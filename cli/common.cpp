@@ -123,6 +123,7 @@ Partition parse_subspaces(const std::string& text) {
 }
 
 Runner::Runner(const Context& context, const Settings& settings, const Shape& shape) : plan_(context, settings, shape) {
+  const DeviceScope scope(plan_);
   if (context.device() != nullptr) {
     gpu_.workspace = cuda::make_memory(plan_.workspace_bytes);
   } else {
@@ -155,6 +156,7 @@ void Runner::init_state() {
     scope::init_state(plan_, state_.data());
     return;
   }
+  const DeviceScope scope(plan_);
   gpu_.state = cuda::make_memory(plan_.state_bytes);
   scope::init_state(plan_, gpu_.state.get());
   cuda::download(gpu_.state.get(), state_.data(), plan_.state_bytes);
@@ -187,6 +189,7 @@ void Runner::run(CallArgs args) {
 }
 
 void Runner::run_on_gpu(CallArgs args) {
+  const DeviceScope scope(plan_);
   const Shape& shape = plan_.shape;
   const int64_t heads = shape.batch * shape.heads, each = dtype_bytes(shape.dtype);
   const bool fresh = gpu_.uploaded != args.q.data;

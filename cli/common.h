@@ -62,8 +62,8 @@ class Runner {
   const Plan& plan() const { return plan_; }
   // Buffers for the selection, filled by every run from now on.
   void want_selection();
-  // Inputs are host memory on every backend. On a GPU q, k and v are uploaded when their address changes, and results come
-  // back unless `fetch` is off.
+  // Inputs are host memory on every backend. On a GPU q, k and v are uploaded when the address of q changes, and results
+  // come back unless `fetch` is off.
   void run(CallArgs args);
   void init_state();
   std::vector<std::byte>& state() { return state_; }

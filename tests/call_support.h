@@ -93,6 +93,7 @@ struct Extra {
   std::vector<uint32_t> keep, dense_queries;
   Place place;
   void* state = nullptr;
+  Start start = Start::automatic;
 };
 
 // One call with poisoned, guarded workspace and outputs.
@@ -121,6 +122,7 @@ inline Result run(const Plan& plan, const Inputs& in, const Extra& extra = {}) {
   args.dense_queries = pointer(extra.dense_queries);
   args.place = extra.place;
   args.state = extra.state;
+  args.start = extra.start;
   args.workspace = workspace.data();
   args.workspace_bytes = plan.workspace_bytes;
   args.selection.labels = static_cast<int32_t*>(labels.data());

@@ -251,7 +251,7 @@ class Tally {
 // A machine without a GPU has nothing to test on one.
 class SkipWithoutMachine : public testing::EmptyTestEventListener {
   void OnTestStart(const testing::TestInfo&) override {
-    if (machines().empty()) GTEST_SKIP() << "no GPU";
+    if (machines().empty()) GTEST_SKIP() << "[GPU tests skipped]";
   }
 };
 inline const bool skips_without_machine = [] {

@@ -191,6 +191,47 @@ TEST(State, WarmCallsContinueFromIt) {
   }
 }
 
+// FIRST forgets the state, WARM insists on it, and a sample that was never filled is refused before anything is written.
+TEST(State, StartSaysWhetherToForget) {
+  const Context context(1);
+  const Inputs in(2, 2, 200, 200, 64, 57);
+  const Plan plan(context, method("scope", {{"partition", "even:3"}}), in.shape());
+  std::vector<std::max_align_t> state(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1);
+  init_state(plan, state.data());
+  Extra extra;
+  extra.state = state.data();
+  extra.start = Start::warm;
+  EXPECT_EQ(status_of([&] { run(plan, in, extra); }), Status::invalid_argument);
+  extra.start = Start::first;
+  extra.q_lengths = extra.k_lengths = {200, 0};  // sample 1 has nothing to cluster, so its slot stays empty
+  const Result first = run(plan, in, extra);
+  EXPECT_EQ(run(plan, in, extra).out, first.out);
+  extra.start = Start::warm;
+  EXPECT_TRUE(run(plan, in, extra).stats.warm);
+  extra.q_lengths = extra.k_lengths = {};
+  const auto before = state;
+  EXPECT_EQ(status_of([&] { run(plan, in, extra); }), Status::invalid_argument);
+  EXPECT_EQ(std::memcmp(before.data(), state.data(), static_cast<size_t>(plan.state_bytes)), 0);
+}
+
+// A short sample's state holds its own groups and codes, and nothing of the workspace.
+TEST(State, HoldsNothingButCentroids) {
+  const Context context(1);
+  const Inputs in(1, 2, 400, 400, 64, 58);
+  const Plan plan(context, method("scope", {{"partition", "even:3"}, {"groups", "300"}, {"codes", "300"}}), in.shape());
+  std::vector<float> state(static_cast<size_t>(plan.state_bytes) / 4, 7.0f);  // malloc aligns to 16
+  init_state(plan, state.data());
+  Extra extra;
+  extra.state = state.data();
+  extra.q_lengths = extra.k_lengths = {120};
+  run(plan, in, extra);
+  const StateView view(plan, state.data(), 0);
+  for (int64_t i = 120 * 64; i < 300 * 64; ++i) {
+    ASSERT_EQ(static_cast<const float*>(view.centroids)[i], 7.0f) << i;
+    ASSERT_EQ(static_cast<const float*>(view.codebooks)[i], 7.0f) << i;
+  }
+}
+
 TEST(State, RefusesForeignAndUninitialisedMemory) {
   const Context context(1);
   const Inputs in(1, 1, 64, 64, 40, 1);

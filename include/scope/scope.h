@@ -40,7 +40,7 @@ typedef enum scope_status {
   SCOPE_ERROR_SIZE_LIMIT = 6,
   SCOPE_ERROR_WORKSPACE = 7, /* too small; the message and scope_plan_info hold the bytes required */
   SCOPE_ERROR_OUT_OF_MEMORY = 8,
-  SCOPE_ERROR_NON_FINITE = 9, /* NaN, Inf or magnitudes over 1e18 in q or k */
+  SCOPE_ERROR_NON_FINITE = 9, /* NaN, Inf or magnitudes over 1e18 in q or k; a GPU sees less, see docs/abi.md */
   SCOPE_ERROR_IO = 10,
   SCOPE_ERROR_FORMAT = 11,
   SCOPE_ERROR_BUSY = 12,
@@ -135,6 +135,7 @@ typedef struct scope_plan_info {
   int64_t subspaces;
   int64_t selection_groups; /* rows of a selection: groups, plus 1 with dense_queries */
   int64_t mask_words;       /* 32-bit words of one mask row: ceil(k_tokens / 32) */
+  const char* kernel;       /* of attend: "avx512", "avx2" or "portable"; "wgmma" or "portable" on a GPU */
 } scope_plan_info;
 
 SCOPE_API scope_status scope_plan_create(scope_context* context, const scope_method* method, const scope_shape* shape,
@@ -216,15 +217,16 @@ typedef struct scope_run_args {
 } scope_run_args;
 
 /* Calls on a GPU: q, k, v, out, lse, the state, the workspace and the selection are device memory with 16-byte-aligned rows;
- * lengths, keep and dense_queries are host memory, read before the call returns. A call launches kernels on `stream` and
- * nothing else: it does not allocate, copy from the host or wait, and can be captured in a CUDA graph (FIRST and WARM are
+ * lengths, keep and dense_queries are host memory, read before the call returns. A call only enqueues work on `stream`:
+ * it does not allocate, copy from the host or wait, and can be captured in a CUDA graph (FIRST and WARM are
  * different graphs). head_stats must be NULL; densities and times in *stats are NaN until scope_read_stats. */
 
 /* One attention call: group, encode, score, select, attend; or dense where method or schedule say so. */
 SCOPE_API scope_status scope_run(scope_plan* plan, const scope_run_args* args);
 
-/* attend alone, on a selection from anywhere: args->selection's labels and mask (and keep, optional) are read; bits of keys
- * past k_lengths are refused. The state, schedule, keep, dense_queries and statistics of args are ignored. */
+/* attend alone, on a selection from anywhere: args->selection's labels and mask (and keep, optional) are read. Labels out of
+ * range and bits of keys past k_lengths are refused on the CPU; on a GPU such queries attend to nothing and such bits are
+ * dropped. The state, schedule, keep, dense_queries and statistics of args are ignored. */
 SCOPE_API scope_status scope_run_selection(scope_plan* plan, const scope_run_args* args);
 
 /* What the last call with this plan, workspace and stream found: waits for the stream, completes *stats (which that call

@@ -34,17 +34,19 @@ class Context {
   static Context on_gpu(int device = 0) {
     scope_context* made = nullptr;
     check(scope_context_create_cuda(device, &made));
-    return Context(made);
+    return Context(made, true);
   }
   scope_context* handle() const { return handle_.get(); }
+  bool gpu() const { return gpu_; }
   std::string instruction_set() const { return scope_context_instruction_set(handle()); }
 
  private:
-  explicit Context(scope_context* made) : handle_(made) {}
+  Context(scope_context* made, bool on_gpu) : handle_(made), gpu_(on_gpu) {}
   struct Destroy {
     void operator()(scope_context* context) const { scope_context_destroy(context); }
   };
   std::unique_ptr<scope_context, Destroy> handle_;
+  bool gpu_ = false;
 };
 
 class Method {
@@ -105,7 +107,7 @@ inline scope_tensor token_major(const void* data, int64_t heads, int64_t tokens,
 
 class Plan {
  public:
-  Plan(const Context& context, const Method& method, const scope_shape& shape) {
+  Plan(const Context& context, const Method& method, const scope_shape& shape) : gpu_(context.gpu()) {
     scope_plan* made = nullptr;
     check(scope_plan_create(context.handle(), method.handle(), &shape, &made));
     handle_.reset(made);
@@ -118,12 +120,14 @@ class Plan {
   }
   // Host memory for one (layer, branch), initialised; empty for a method that keeps none.
   std::vector<std::max_align_t> make_state() const {
+    if (gpu_) throw Error(SCOPE_ERROR_UNSUPPORTED, "state: a GPU plan's state is device memory; allocate state_bytes there");
     const auto bytes = static_cast<size_t>(info().state_bytes);
     std::vector<std::max_align_t> state((bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
     if (bytes > 0) check(scope_state_init(handle(), state.data()));
     return state;
   }
-  // Uses a host workspace of its own when the arguments bring none; a GPU call must bring device memory.
+  // Uses a host workspace of its own when the arguments bring none; a GPU call must bring
+  // device memory, and is refused without.
   void run(scope_run_args args) {
     bring_workspace(args);
     check(scope_run(handle(), &args));
@@ -141,13 +145,14 @@ class Plan {
     void operator()(scope_plan* plan) const { scope_plan_destroy(plan); }
   };
   void bring_workspace(scope_run_args& args) {
-    if (args.workspace != nullptr) return;
+    if (args.workspace != nullptr || gpu_) return;
     workspace_.resize(static_cast<size_t>(info().workspace_bytes));
     args.workspace = workspace_.data();
     args.workspace_bytes = static_cast<int64_t>(workspace_.size());
   }
   std::unique_ptr<scope_plan, Destroy> handle_;
   std::vector<char> workspace_;
+  bool gpu_;
 };
 
 }  // namespace scope_attn

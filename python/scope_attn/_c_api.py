@@ -13,7 +13,7 @@ class Shape(c.Structure):
 
 class Info(c.Structure):
     _fields_ = [("struct_size", c.c_size_t)] + [(name, c.c_int64) for name in (
-        "workspace_bytes", "state_bytes", "groups", "codes", "subspaces", "selection_groups", "mask_words")]
+        "workspace_bytes", "state_bytes", "groups", "codes", "subspaces", "selection_groups", "mask_words")] + [("kernel", c.c_char_p)]
 
 
 class Tensor(c.Structure):

@@ -156,6 +156,7 @@ scope::CallArgs to_args(const scope::Plan& plan, const scope_run_args& from) {
   args.dense_queries = from.dense_queries;
   args.place = {from.layer, from.step, from.steps};
   args.state = from.state;
+  require(from.reserved == 0, Status::invalid_argument, "reserved: got {}, expected 0", from.reserved);
   require(from.start >= SCOPE_START_AUTO && from.start <= SCOPE_START_WARM, Status::invalid_argument,
           "start: got {}, expected SCOPE_START_AUTO, _FIRST or _WARM", from.start);
   args.start = static_cast<scope::Start>(from.start);
@@ -353,7 +354,8 @@ scope_status scope_plan_get_info(const scope_plan* plan, scope_plan_info* info) 
              p.codes,
              static_cast<int64_t>(p.partition.size()),
              p.selection_groups,
-             scope::mask_words(p.shape.k_tokens)};
+             scope::mask_words(p.shape.k_tokens),
+             p.kernel()};
   });
 }
 
@@ -411,7 +413,10 @@ scope_status scope_run_selection(scope_plan* plan, const scope_run_args* args) {
     need_struct(args, "args");
     const Busy busy(plan->shared->busy);
     const scope_selection& s = args->selection;
-    scope::attend_selected(plan->plan, to_args(plan->plan, *args), {s.labels, s.mask, s.keep});
+    scope::CallArgs call = to_args(plan->plan, *args);
+    call.state = nullptr;
+    call.keep = call.dense_queries = nullptr;
+    scope::attend_selected(plan->plan, call, {s.labels, s.mask, s.keep});
   });
 }
 

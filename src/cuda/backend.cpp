@@ -41,23 +41,22 @@ class Clock {
     for (; made_ < kMost; ++made_) {
       if (cudaEventCreate(&events_[made_]) != cudaSuccess) break;
     }
+    const cudaError_t error = cudaGetLastError();
     cudaSetDevice(previous);
-    require(made_ == kMost, Status::device, "cudaEventCreate failed");
+    if (made_ == kMost) return;
+    destroy();
+    check(error, "cudaEventCreate");
   }
-  ~Clock() {
-    for (int i = 0; i < made_; ++i) cudaEventDestroy(events_[i]);
-  }
+  ~Clock() { destroy(); }
   Clock(const Clock&) = delete;
   Clock& operator=(const Clock&) = delete;
 
   void mark(const Exec& exec, Moment moment) {
-    if (ended_) {  // a new call
+    if (moment == Moment::check) {  // every call begins with it, even after one that failed midway
       used_ = 0;
-      ended_ = false;
       call_ = exec.call;
       on_ = !capturing(exec);
     }
-    ended_ = moment == Moment::end;
     if (used_ == kMost) on_ = false;  // more chunks than events: no times rather than wrong ones
     if (!on_) return;
     check(cudaEventRecord(events_[used_], stream(exec)), "cudaEventRecord");
@@ -76,31 +75,37 @@ class Clock {
   }
 
  private:
+  void destroy() {
+    while (made_ > 0) cudaEventDestroy(events_[--made_]);
+  }
+
   static constexpr int kMost = 512;
   cudaEvent_t events_[kMost] = {};
   Moment moments_[kMost] = {};
   const void* call_ = nullptr;
   int made_ = 0, used_ = 0;
-  bool on_ = false, ended_ = true;
+  bool on_ = false;
 };
 
 std::shared_ptr<Clock> make_clock(int device) { return std::make_shared<Clock>(device); }
 
 namespace {
 
+void leave(int previous) {
+  int now = 0;
+  if (cudaGetDevice(&now) == cudaSuccess && now != previous) cudaSetDevice(previous);
+}
+
 int enter(const Exec& exec) {
   int previous = 0;
   check(cudaGetDevice(&previous), "cudaGetDevice");
   if (previous != exec.device->index) check(cudaSetDevice(exec.device->index), "cudaSetDevice");
   const cudaError_t before = cudaGetLastError();  // the host's own failed launches are not ours to report
-  if (before != cudaSuccess && status_of(before) == Status::device_lost)
+  if (before != cudaSuccess && status_of(before) == Status::device_lost) {
+    leave(previous);
     check(before, "the device was lost before this call");
+  }
   return previous;
-}
-
-void leave(int previous) {
-  int now = 0;
-  if (cudaGetDevice(&now) == cudaSuccess && now != previous) cudaSetDevice(previous);
 }
 
 void mark(const Exec& exec, Moment moment) {

@@ -229,7 +229,6 @@ __global__ void finish_heads(const FinishArgs args) {
   head.max_count = static_cast<int64_t>(high);
 }
 
-// A warp per (head, group): where its queries begin in the order, and then the queries themselves, ascending.
 __device__ bool attends(const ImportArgs& args, int64_t i, int32_t label) {
   return i < args.tokens.valid_q && label >= 0 && label < args.groups;
 }
@@ -249,6 +248,7 @@ __global__ void count_labels(const ImportArgs args) {
   }
 }
 
+// A warp per (head, group), and one per head for the idle: the group's queries, ascending.
 __global__ void place_labels(const ImportArgs args, int64_t warps) {
   const int64_t warp = thread_index() / 32;
   const int lane = threadIdx.x % 32;

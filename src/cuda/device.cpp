@@ -18,7 +18,7 @@ std::vector<Device> devices() {
     cudaDeviceProp p{};
     if (cudaGetDeviceProperties(&p, i) != cudaSuccess) continue;
     found.push_back({p.name, i, p.major, p.minor, p.multiProcessorCount, static_cast<int64_t>(p.sharedMemPerBlockOptin),
-                     static_cast<int64_t>(p.l2CacheSize), static_cast<int64_t>(p.totalGlobalMem)});
+                     static_cast<int64_t>(p.totalGlobalMem)});
   }
   return found;
 }

@@ -13,13 +13,12 @@ struct Device {
   int major = 0, minor = 0;
   int multiprocessors = 0;
   int64_t shared_bytes = 0;  // most that one block can have
-  int64_t l2_bytes = 0;
   int64_t memory_bytes = 0;
 };
 
 // False in a build without CUDA.
 bool built();
-// Empty without a driver or a GPU; never throws.
+// Empty without a driver or a GPU; throws std::bad_alloc alone.
 std::vector<Device> devices();
 
 }  // namespace scope::cuda

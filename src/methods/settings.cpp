@@ -178,7 +178,7 @@ const Setting kTable[] = {
      [](Settings& s, std::string_view t) { s.check_finite = choice("check_finite", t, kSwitch, "no or yes") == 1; },
      [](const Settings& s) { return std::string(kSwitch[s.check_finite ? 1 : 0]); }},
     {"kernel", "attend", "auto | wgmma | portable",
-     "which CUDA attend kernel: wgmma needs sm_90a, portable runs on sm_80 and later",
+     "which CUDA kernels attend and K-means use: wgmma needs sm_90, portable runs on sm_80 and later",
      [](Settings& s, std::string_view t) {
        s.kernel = static_cast<KernelChoice>(choice("kernel", t, kKernels, "auto, wgmma or portable"));
      },

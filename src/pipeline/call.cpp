@@ -47,6 +47,13 @@ void check_device_tensor(const char* name, const View& x) {
   require(x.batch_stride % 8 == 0 && x.head_stride % 8 == 0 && x.token_stride % 8 == 0, Status::alignment,
           "{}: strides [{}, {}, {}, 1] are not multiples of 8 elements", name, x.batch_stride, x.head_stride,
           x.token_stride);
+  require(x.token_stride < int64_t{1} << 31, Status::size_limit, "{}: got token_stride {}, a GPU takes less than 2147483648",
+          name, x.token_stride);
+}
+
+void check_device_words(const char* name, const void* pointer) {
+  require(reinterpret_cast<uintptr_t>(pointer) % 4 == 0, Status::alignment, "{}: address {} is not a multiple of 4", name,
+          pointer);
 }
 
 // Two different outputs must not share an element: with strides in ascending order, each step clears what lies below.
@@ -93,6 +100,14 @@ void check_args(const Plan& plan, const CallArgs& args, bool needs_v) {
     if (needs_v) {
       check_device_tensor("v", args.v);
       check_device_tensor("out", args.out);
+    }
+    check_device_words("lse", args.lse);
+    const SelectionOut& s = args.selection;
+    for (const void* pointer :
+         {static_cast<const void*>(s.labels), static_cast<const void*>(s.sizes), static_cast<const void*>(s.counts),
+          static_cast<const void*>(s.mask), static_cast<const void*>(s.keep), static_cast<const void*>(s.centroids),
+          static_cast<const void*>(s.codebooks), static_cast<const void*>(s.codes)}) {
+      check_device_words("selection", pointer);
     }
     require(args.head_stats == nullptr, Status::invalid_argument,
             "head_stats: a GPU call cannot wait for them; read them after it");
@@ -161,6 +176,7 @@ struct Sample {
   int64_t index;
   Tokens tokens;
   bool prefix_q, prefix_k;  // the tokens that take part are the first ones
+  bool can_select() const { return tokens.queries > 0 && tokens.keys > 0; }
 };
 
 // Set bits of [0, n).
@@ -184,12 +200,11 @@ class Call {
     exec_.call = args.workspace;
     if (args.stats == nullptr) exec_.clock = nullptr;
     stats_.reason = schedule(plan.settings, args.place);
+    stats_.kernel = plan.kernel();
     if (exec_.device != nullptr) {
-      stats_.kernel = exec_.wgmma ? "wgmma" : "portable";
       stats_.arithmetic = dtype_name(plan.shape.dtype);
     } else {
       const bool bf16 = plan.shape.dtype == DType::bf16 && exec_.attend_kernels_bf16 != nullptr;
-      stats_.kernel = exec_.kernels->name;
       stats_.arithmetic = bf16 ? exec_.attend_kernels_bf16->name : exec_.attend_kernels->name;
     }
     scale_ = 1.0f / std::sqrt(static_cast<float>(plan.shape.dim));
@@ -197,6 +212,7 @@ class Call {
 
   void run() {
     const DeviceScope scope(plan_, exec_);
+    check_start();
     begin();
     if (exec_.device == nullptr && plan_.settings.check_finite && clusters()) check_finite(plan_, args_);
     stats_.warm = args_.state != nullptr && clusters();
@@ -277,10 +293,10 @@ class Call {
     if (args_.stats != nullptr) *args_.stats = stats_;
   }
 
-  Sample describe(int64_t b) {
+  // Host integers alone: nothing is written.
+  Sample count(int64_t b) const {
     const Shape& shape = plan_.shape;
-    const uint32_t* keep = args_.keep == nullptr ? nullptr : args_.keep + b * mask_words(shape.k_tokens);
-    const uint32_t* dense = args_.dense_queries == nullptr ? nullptr : args_.dense_queries + b * mask_words(shape.q_tokens);
+    const uint32_t *keep = keep_of(b), *dense = dense_of(b);
     Tokens t{.q_tokens = shape.q_tokens,
              .k_tokens = shape.k_tokens,
              .valid_q = args_.q_lengths == nullptr ? shape.q_tokens : args_.q_lengths[b],
@@ -289,15 +305,26 @@ class Call {
     t.dense = count_bits(dense, t.valid_q);
     t.keys = t.valid_k - t.kept;
     t.queries = t.valid_q - t.dense;
-    backend_.describe(exec_, {.tokens = t,
-                              .keep = keep,
-                              .dense_queries = dense,
+    return {b, t, count_bits(dense, t.queries) == 0, count_bits(keep, t.keys) == 0};
+  }
+  const uint32_t* keep_of(int64_t b) const {
+    return args_.keep == nullptr ? nullptr : args_.keep + b * mask_words(plan_.shape.k_tokens);
+  }
+  const uint32_t* dense_of(int64_t b) const {
+    return args_.dense_queries == nullptr ? nullptr : args_.dense_queries + b * mask_words(plan_.shape.q_tokens);
+  }
+
+  Sample describe(int64_t b) {
+    const Sample s = count(b);
+    backend_.describe(exec_, {.tokens = s.tokens,
+                              .keep = keep_of(b),
+                              .dense_queries = dense_of(b),
                               .q_rows = at_.q_rows,
                               .k_rows = at_.k_rows,
                               .valid = at_.valid,
                               .kept = at_.keep,
                               .offsets = at_.all_queries});
-    return {b, t, count_bits(dense, t.queries) == 0, count_bits(keep, t.keys) == 0};
+    return s;
   }
 
   // The CPU walks the lists; a device need not read one that says 0, 1, 2, ….
@@ -311,15 +338,13 @@ class Call {
       const int64_t words = mask_words(plan_.shape.k_tokens);
       backend_.copy(exec_, at_.keep, 0, args_.selection.keep + b * words, 0, words, 1);
     }
-    const bool can_select = s.tokens.queries > 0 && s.tokens.keys > 0;
-    const bool selects = sparse() && can_select, clusters_here = clusters() && can_select;
+    const bool selects = sparse() && s.can_select(), clusters_here = clusters() && s.can_select();
     selected_ = selected_ || selects;
 
     StateSlot next{};
     bool warm = false;
     if (clusters_here) {
-      next = {static_cast<int32_t>(effective_groups(plan_.settings, s.tokens.queries)),
-              static_cast<int32_t>(plan_.codes == 0 ? 0 : effective_codes(plan_.settings, s.tokens.keys))};
+      next = slot_of(s);
       warm = open_state(b, next);
       stats_.warm = stats_.warm && warm;
     }
@@ -334,10 +359,39 @@ class Call {
     }
     if (!selects) report_dense(s);
     mark(Moment::other);
-    if (clusters_here && args_.state != nullptr) {
+    if (clusters_here && args_.state != nullptr && !keeps_slot(warm)) {
       backend_.set_slot(exec_, StateView(plan_, args_.state, b).slot, next);
     }
   }
+
+  // How many groups and codes the sample has.
+  StateSlot slot_of(const Sample& s) const {
+    return {static_cast<int32_t>(effective_groups(plan_.settings, s.tokens.queries)),
+            static_cast<int32_t>(plan_.codes == 0 ? 0 : effective_codes(plan_.settings, s.tokens.keys))};
+  }
+
+  // Host memory: whether the state holds what the sample needs.
+  bool filled(int64_t b, const StateSlot& next) const {
+    StateSlot found{};
+    std::memcpy(&found, StateView(plan_, args_.state, b).slot, sizeof found);
+    return found.groups == next.groups && found.codes == next.codes;
+  }
+
+  // A warm call that cannot be one is refused before anything is written.
+  void check_start() const {
+    if (exec_.device != nullptr || args_.state == nullptr || args_.start != Start::warm || !clusters()) return;
+    for (int64_t b = 0; b < plan_.shape.batch; ++b) {
+      const Sample s = count(b);
+      if (!s.can_select()) continue;
+      const StateSlot next = slot_of(s);
+      require(filled(b, next), Status::invalid_argument,
+              "start: got warm, and the state of sample {} was not filled by a call with {} groups and {} codes", b,
+              next.groups, next.codes);
+    }
+  }
+
+  // On a device a warm call leaves the slot alone: were it not the right one, the next call must find that out too.
+  bool keeps_slot(bool warm) const { return exec_.device != nullptr && warm; }
 
   // Whether the sample starts warm. A call that fails midway leaves it uninitialised, so that the next one starts cold
   // instead of from a mixture.
@@ -345,37 +399,34 @@ class Call {
     if (args_.state == nullptr) return false;
     StateSlot* slot = StateView(plan_, args_.state, b).slot;
     bool warm = args_.start == Start::warm;
-    if (exec_.device != nullptr) {
+    if (exec_.device == nullptr) {
+      warm = args_.start != Start::first && filled(b, next);
+    } else if (warm) {
       const StateHeader header = StateLayout(plan_).header;
-      if (warm) backend_.check_slot(exec_, args_.state, &header, slot, next, kStateNotStarted, at_.status);
-    } else {
-      StateSlot before{};
-      std::memcpy(&before, slot, sizeof before);
-      const bool filled = before.groups == next.groups && before.codes == next.codes;
-      require(!warm || filled, Status::invalid_argument,
-              "start: got warm, and sample {} of the state holds {} groups and {} codes, "
-              "expected {} and {}",
-              b, before.groups, before.codes, next.groups, next.codes);
-      warm = filled && args_.start != Start::first;
+      backend_.check_slot(exec_, args_.state, &header, slot, next, kStateNotStarted, at_.status);
     }
-    backend_.set_slot(exec_, slot, {});
+    if (!keeps_slot(warm)) backend_.set_slot(exec_, slot, {});
     return warm;
   }
 
-  // Copies centroids and codebooks of a chunk between state and workspace.
-  void move_state(const Sample& s, int64_t h, int64_t n, bool load) {
+  // Copies centroids and codebooks of a chunk between state and workspace: what the sample has of them, and no more.
+  void move_state(const Sample& s, int64_t h, int64_t n, const StateSlot& slot, bool load) {
     const StateView view(plan_, args_.state, s.index);
     const DType type = plan_.settings.state_dtype;
-    const auto move = [&](void* base, int64_t per_head, float* here) {
-      void* there = static_cast<std::byte*>(base) + h * per_head * dtype_bytes(type);
-      if (load) {
-        backend_.convert(exec_, there, type, here, DType::f32, n * per_head);
-      } else {
-        backend_.convert(exec_, here, DType::f32, there, type, n * per_head);
+    const auto move = [&](void* base, int64_t rows, int64_t used_rows, float* here) {
+      const int64_t per_head = rows * plan_.shape.dim, used = used_rows * plan_.shape.dim;
+      const int64_t steps = used == per_head ? 1 : n, count = used == per_head ? n * per_head : used;
+      for (int64_t i = 0; i < steps; ++i) {
+        void* there = static_cast<std::byte*>(base) + (h + i) * per_head * dtype_bytes(type);
+        if (load) {
+          backend_.convert(exec_, there, type, here + i * per_head, DType::f32, count);
+        } else {
+          backend_.convert(exec_, here + i * per_head, DType::f32, there, type, count);
+        }
       }
     };
-    move(view.centroids, plan_.groups * plan_.shape.dim, at_.centroids);
-    if (plan_.codes > 0) move(view.codebooks, plan_.codes * plan_.shape.dim, at_.codebooks);
+    move(view.centroids, plan_.groups, slot.groups, at_.centroids);
+    if (plan_.codes > 0) move(view.codebooks, plan_.codes, slot.codes, at_.codebooks);
   }
 
   // Row i of an array that only some methods have.
@@ -389,7 +440,7 @@ class Call {
     const auto subspaces = static_cast<int64_t>(plan_.partition.size());
     stats_.iterations = iterations;
     mark(Moment::other);
-    if (warm) move_state(s, h, n, true);
+    if (warm) move_state(s, h, n, slot, true);
     mark(Moment::group);
     std::array<GroupArgs, kMostChunk> group;
     for (int64_t i = 0; i < n; ++i) {
@@ -440,7 +491,7 @@ class Call {
       backend_.encode(exec_, {encode.data(), static_cast<size_t>(n)});
     }
     mark(Moment::other);
-    if (args_.state != nullptr) move_state(s, h, n, false);
+    if (args_.state != nullptr) move_state(s, h, n, slot, false);
   }
 
   // score, select, attend.
@@ -711,9 +762,10 @@ void read_stats(const Plan& plan, const CallArgs& args) {
   }
   if (args.head_stats != nullptr) std::copy_n(report.data(), heads, args.head_stats);
   require((status & kStateNotStarted) == 0, Status::invalid_argument,
-          "state: a warm call found one that no first call of this shape has filled; its output means nothing");
+          "state: a warm call found one that was not initialised for this plan, or not filled by a first call; its output "
+          "means nothing");
   require((status & kNotFinite) == 0 || !plan.settings.check_finite, Status::non_finite,
-          "q or k: NaN or Inf among the valid tokens; such rows were left out of the clusters");
+          "q or k: a row that was to be clustered holds NaN or Inf, or its norm overflows; such rows were left out");
 }
 
 void attend_selected(const Plan& plan, const CallArgs& args, const SelectedArgs& selected) {

@@ -36,7 +36,7 @@ void check_shape(const Shape& shape) {
   tokens("q_tokens", shape.q_tokens);
   tokens("k_tokens", shape.k_tokens);
   require(shape.dim >= 1, Status::shape, "dim: got {}, expected 1..256", shape.dim);
-  require(shape.dim <= 256, Status::unsupported, "dim: got {}, the CPU backend takes up to 256", shape.dim);
+  require(shape.dim <= 256, Status::unsupported, "dim: got {}, expected 1..256", shape.dim);
   const int64_t heads = checked_mul(shape.batch, shape.heads, "batch x heads");
   checked_mul(checked_mul(heads, std::max(shape.q_tokens, shape.k_tokens), "heads x tokens"), shape.dim * 8,
               "q, k, v bytes");
@@ -65,9 +65,9 @@ Context Context::on_gpu(int index, int threads) {
   require(cuda::built(), Status::unsupported, "backend: this build has no CUDA");
   const auto found = cuda::devices();
   require(!found.empty(), Status::unsupported, "backend: there is no GPU, or no driver for it");
-  require(index >= 0 && index < static_cast<int>(found.size()), Status::invalid_argument, "device: got {}, expected 0..{}",
-          index, found.size() - 1);
-  const cuda::Device& device = found[static_cast<size_t>(index)];
+  const auto at = std::find_if(found.begin(), found.end(), [&](const cuda::Device& x) { return x.index == index; });
+  require(at != found.end(), Status::invalid_argument, "device: got {}, expected 0..{}", index, found.back().index);
+  const cuda::Device& device = *at;
   require(device.major >= 8, Status::unsupported, "device: {} is sm_{}{}, expected sm_80 or later", device.name,
           device.major, device.minor);
   Context context(threads);
@@ -97,6 +97,11 @@ void Plan::check_device() const {
           "targets for the rules fixed and online alone",
           get_setting(settings, "group"), get_setting(settings, "encode"), get_setting(settings, "rule"),
           get_setting(settings, "target_density"));
+  const auto fits = [](const char* name, int64_t value, int64_t most) {
+    require(value <= most, Status::size_limit, "{}: got {}, CUDA takes up to {}", name, value, most);
+  };
+  fits("q_tokens", shape.q_tokens, (int64_t{1} << 31) - 70000);
+  fits("k_tokens", shape.k_tokens, settings.dense ? (int64_t{1} << 31) - 70000 : (int64_t{1} << 26) - 1);
   require(settings.kernel != KernelChoice::wgmma || device->major == 9, Status::unsupported,
           "kernel: wgmma needs sm_90, {} is sm_{}{}", device->name, device->major, device->minor);
 }
@@ -155,6 +160,11 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
     chunk = ceil_div(shape.heads, ceil_div(shape.heads, chunk));
   }
   workspace_bytes = bytes(chunk);
+}
+
+const char* Plan::kernel() const {
+  if (exec.device == nullptr) return exec.kernels->name;
+  return exec.wgmma ? "wgmma" : "portable";
 }
 
 Workspace Plan::cut(Arena& arena, int64_t n) const {

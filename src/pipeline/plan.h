@@ -94,6 +94,7 @@ struct Plan {
   int64_t workspace_bytes = 0;
   int64_t state_bytes = 0;  // 0 for dense
 
+  const char* kernel() const;  // of attend: avx512, avx2, portable; wgmma or portable on a GPU
   Workspace layout(void* memory, int64_t bytes) const;
 
  private:

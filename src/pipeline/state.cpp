@@ -1,4 +1,4 @@
-// Packing and unpacking of warm-start states.
+// Where the parts of a warm-start state lie, and what a valid one is.
 #include "pipeline/state.h"
 
 #include <cstring>

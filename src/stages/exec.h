@@ -25,7 +25,7 @@ struct Exec {
   void* stream = nullptr;                // a cudaStream_t; everything is launched on it, and nothing waits for it
   cuda::Clock* clock = nullptr;          // records when each stage begins; null: no times
   const void* call = nullptr;            // whose times those are: the call's workspace
-  bool wgmma = false;                    // attend with the sm_90a kernel; false: the portable one
+  bool wgmma = false;                    // attend and K-means with sm_90a kernels; false: portable ones
 };
 
 // Memory a stage may scribble on during one call.
