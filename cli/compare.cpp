@@ -188,7 +188,10 @@ class Comparison {
     dense_runner_.run(input_.args());
     const double dense = dense_runner_.stats.total;
     for (int i = 0; i < options_.repeat; ++i) {
-      runner.state() = state;
+      if (!state.empty()) {
+        runner.init_state();  // a GPU uploads a state only after this
+        runner.state() = state;
+      }
       runner.run(input_.args());
       selection.push_back(selection_seconds(runner.stats));
       attend.push_back(runner.stats.attend);
@@ -220,7 +223,6 @@ class Comparison {
   Row run_method(const Method& method, double density, Runner& first) {
     Runner runner(context_, at_density(method, density), input_.shape());
     runner.want_selection();
-    runner.init_state();
     Row row = measure_row(runner, method.name, first.state());
     row.target = density;
     row.first_selection = selection_seconds(first.stats);

@@ -64,8 +64,10 @@ struct Axis {
   // 1, 2 and 5 times powers of ten, ending outside the values.
   void make_log_ticks() {
     std::vector<double> all;
-    for (double power = std::pow(10.0, std::floor(std::log10(low))); power <= 10 * high; power *= 10) {
-      for (const double factor : {1.0, 2.0, 5.0}) all.push_back(factor * power);
+    const auto first_power = static_cast<int>(std::floor(std::log10(low))) - 1;
+    const auto last_power = static_cast<int>(std::ceil(std::log10(high))) + 1;
+    for (int power = first_power; power <= last_power; ++power) {
+      for (const double factor : {1.0, 2.0, 5.0}) all.push_back(factor * std::pow(10.0, power));
     }
     const auto first = std::upper_bound(all.begin(), all.end(), low * (1 + 1e-9)) - 1;
     const auto last = std::lower_bound(first + 1, all.end(), high * (1 - 1e-9));

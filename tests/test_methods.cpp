@@ -79,6 +79,7 @@ TEST(Methods, SpargeFollowsItsRulesFromQAndK) {
       const Plan plan(context, settings, ragged.shape());
       const Result result = run(plan, in, ragged.extra);
       expect_consistent(in, plan, result, ragged.extra);
+      EXPECT_EQ(result.stats.iterations, 0);  // nothing is clustered
       const int64_t words = mask_words(in.k_tokens);
       for (int64_t head = 0; head < 4; ++head) {
         const int64_t b = head / 2;

@@ -438,7 +438,8 @@ class Call {
     const Shape& shape = plan_.shape;
     const int iterations = warm ? settings.iterations : settings.first_iterations;
     const auto subspaces = static_cast<int64_t>(plan_.partition.size());
-    stats_.iterations = iterations;
+    const bool keys = slot.codes > 0 && settings.encode == Encoding::kmeans;
+    stats_.iterations = settings.group == Grouping::kmeans || keys ? iterations : 0;
     mark(Moment::other);
     if (warm) move_state(s, h, n, slot, true);
     mark(Moment::group);
