@@ -354,8 +354,9 @@ nlohmann::ordered_json machine_json(const Context& context) {
   return json;
 }
 
-void write_json(const std::string& path, const nlohmann::ordered_json& json) {
-  const std::string text = json.dump(2) + "\n";
+void write_json(const std::string& path, const nlohmann::ordered_json& json) { write_text(path, json.dump(2) + "\n"); }
+
+void write_text(const std::string& path, const std::string& text) {
   const std::span<const std::byte> part = std::as_bytes(std::span(text));
   io::write_file(path, {&part, 1});
 }

@@ -139,6 +139,10 @@ class Progress {
   double start_;
 };
 
+// A count, or `all`.
+int64_t parse_samples(const std::string& text);
+void write_text(const std::string& path, const std::string& text);
+
 double now_seconds();
 std::string bold(const std::string& text);  // only when stdout is a terminal
 
@@ -150,5 +154,6 @@ void add_compare(CLI::App& app);
 void add_demo(CLI::App& app);
 void add_doctor(CLI::App& app);
 void add_methods(CLI::App& app);
+void add_profile(CLI::App& app);
 
 }  // namespace scope::cli

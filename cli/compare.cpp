@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "common.h"
 #include "plot.h"
@@ -55,13 +54,6 @@ std::vector<double> parse_densities(const Options& options) {
     densities.push_back(settings.target_density);
   }
   return densities;
-}
-
-int64_t parse_samples(const std::string& text) {
-  if (text == "all") return std::numeric_limits<int64_t>::max();
-  const auto values = parse_list("--samples", text, ',');
-  require(values.size() == 1, Status::invalid_argument, "--samples: got \"{}\", expected a number or all", text);
-  return values[0];
 }
 
 class Comparison {
@@ -287,11 +279,6 @@ class Comparison {
   Row dense_;
   std::vector<Row> rows_;
 };
-
-void write_text(const std::string& path, const std::string& text) {
-  const std::span<const std::byte> part = std::as_bytes(std::span(text));
-  io::write_file(path, {&part, 1});
-}
 
 void run(const Options& options) {
   Comparison comparison(options);

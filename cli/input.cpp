@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <limits>
 
 #include "common.h"
 #include "io/npy.h"
@@ -83,6 +84,13 @@ std::vector<uint32_t> last_tokens(int64_t text, int64_t batch, int64_t tokens) {
 }
 
 }  // namespace
+
+int64_t parse_samples(const std::string& text) {
+  if (text == "all") return std::numeric_limits<int64_t>::max();
+  const auto values = parse_list("--samples", text, ',');
+  require(values.size() == 1, Status::invalid_argument, "--samples: got \"{}\", expected a number or all", text);
+  return values[0];
+}
 
 void InputFlags::add(CLI::App& app) {
   app.add_option("input", path, "a .safetensors file with q, k and v");

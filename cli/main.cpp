@@ -52,6 +52,7 @@ int main(int argc, char** argv) {
   scope::cli::add_demo(app);
   scope::cli::add_doctor(app);
   scope::cli::add_methods(app);
+  scope::cli::add_profile(app);
   try {
     app.parse(argc, argv);
     return 0;

@@ -139,6 +139,23 @@ Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, con
   return summary(queries);
 }
 
+double exact_density(ThreadPool& pool, const RowsView& q, const RowsView& k, double share, int64_t samples) {
+  const int64_t n = std::min(samples, q.tokens);
+  if (n <= 0 || k.tokens == 0) return 0;
+  std::vector<double> densities(static_cast<size_t>(n));
+  pool.run(n, [&](int64_t i, int) {
+    std::vector<double> mass = exact_query(q, k, k, sampled_token(i, n, q.tokens)).mass;
+    std::sort(mass.begin(), mass.end(), std::greater<>());
+    double sum = 0;
+    int64_t keys = 0;
+    while (keys < k.tokens && sum < share) sum += mass[keys++];
+    densities[i] = static_cast<double>(keys) / static_cast<double>(k.tokens);
+  });
+  double sum = 0;
+  for (const double x : densities) sum += x;
+  return sum / static_cast<double>(n);
+}
+
 Quality mean_quality(const Quality* heads, int64_t count) {
   Quality mean;
   double squares = 0;

@@ -45,6 +45,10 @@ Quality measure_head(ThreadPool& pool, const std::vector<ExactQuery>& exact, con
 Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v, const RowsView& out,
                      const HeadSelection& selection, int64_t samples);
 
+// How dense exact attention is: the fewest keys that hold `share` of a query's mass, over all keys, as a mean over sampled
+// queries.
+double exact_density(ThreadPool& pool, const RowsView& q, const RowsView& k, double share, int64_t samples);
+
 // The mean over heads; intervals add in quadrature.
 Quality mean_quality(const Quality* heads, int64_t count);
 

@@ -94,7 +94,26 @@ with tempfile.TemporaryDirectory() as folder:
         assert [len(line.get("points").split()) for line in lines] == [2] * len(specs)
     assert "= 3x4x5" in accept(*compare, "--samples", "all", "--methods", "svg2", "--density", "0.3")
 
+    # profile: the fewest keys that hold 95 % of a query's mass, the maximum over the files of one step and layer.
+    tensors.save(BAD, {"q": 3 * q, "k": k, "v": v}, meta)
+    accept("profile", f"0:1:{GOOD}", f"0:1:{BAD}", f"5:0:{BAD}", "--samples", "all", "-o", f"{folder}/p.csv")
+
+    def density(q):
+        logits = np.einsum("hid,hjd->hij", q.astype(np.float64), k.astype(np.float64)) / np.sqrt(32)
+        mass = -np.sort(-np.exp(logits - logits.max(-1, keepdims=True)))
+        reached = np.cumsum(mass / mass.sum(-1, keepdims=True), -1) >= 0.95
+        return (reached.argmax(-1) + 1).mean(-1) / 60
+
+    plain, sharp = density(q), density(3 * q)
+    want = {("0", "1", str(h)): max(plain[h], sharp[h]) for h in range(2)} | {("5", "0", str(h)): sharp[h] for h in range(2)}
+    rows = list(csv.DictReader(open(f"{folder}/p.csv")))
+    assert [(r["step"], r["layer"], r["head"]) for r in rows] == list(want)
+    assert all(abs(float(r["density"]) - want[r["step"], r["layer"], r["head"]]) < 1e-5 for r in rows), rows
+
     # Usage: 2.
+    refuse(2, "STEP:LAYER:FILE", "profile", GOOD, "-o", OUT)
+    refuse(2, "STEP:LAYER:FILE", "profile", f"1:-2:{GOOD}", "-o", OUT)
+    refuse(2, "mass", "profile", f"1:2:{GOOD}", "--mass", "0", "-o", OUT)
     refuse(2, "svg2", *compare, "--methods", "scope,svg3")
     refuse(2, "its own line", *compare, "--methods", "dense")
     refuse(2, "target_density", *compare, "--density", "0.1,2")
@@ -132,6 +151,7 @@ with tempfile.TemporaryDirectory() as folder:
     refuse(2, "grid", "make-qkv", "--grid", "3x4", "-o", OUT)
 
     # Bad input: 3.
+    refuse(3, "nowhere", "profile", f"1:2:{folder}/nowhere.safetensors", "-o", OUT)
     refuse(3, "grid", *compare, "--grid", "3x4x6")
     refuse(3, "the least that sparge keeps here is 1.0", *compare, "--methods", "sparge")
     refuse(3, "the least that sparge keeps here is 1.0", *base, "--method", "sparge", "--target-density", "0.3")
