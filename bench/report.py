@@ -249,7 +249,7 @@ def gpu_chart(data):
     for case in data["cases"]:
         parts.append(f'<text x="12" y="{y}" font-weight="bold">{case["name"]}: {gpu_case(case)}</text>')
         y += 12
-        scale = (width - left - 150) / max(r["ms"] for r in case["rows"] if r["name"] != "dense, portable")
+        scale = (width - left - 190) / max(r["ms"] for r in case["rows"] if r["name"] != "dense, portable")
         for r in case["rows"]:
             if r["name"] == "dense, portable" or "MiB" in r["name"] or "token-major" in r["name"]:
                 continue

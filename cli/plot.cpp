@@ -110,7 +110,7 @@ std::string svg(const Chart& chart) {
   out += text((kLeft + kWidth - kRight) / 2, kHeight - kBottom + 34, "middle", chart.x_label);
   out += text(16, (kTop + kHeight - kBottom) / 2, "middle", chart.y_label,
               fmt::format("transform=\"rotate(-90 16 {:.1f})\"", (kTop + kHeight - kBottom) / 2).c_str());
-  out += text(kLeft, kHeight - 12, "start", chart.note, "font-size=\"10\" fill=\"#666666\"");
+  out += text(10, kHeight - 12, "start", chart.note, "font-size=\"10\" fill=\"#666666\"");
   for (size_t i = 0; i < chart.series.size(); ++i) {
     const char* colour = kColours[i % std::size(kColours)];
     std::string points, dots;
