@@ -250,7 +250,7 @@ def main():
     parser.add_argument("--library", required=True, help="libscope.so built with CUDA")
     parser.add_argument("--command", required=True, help="the scope command, for make-qkv")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--parts", default="video,synthetic,hunyuan,sweep")
+    parser.add_argument("--parts", default="video,synthetic,hunyuan,dim64,sweep")
     parser.add_argument("--densities", default="0.2,0.1")
     parser.add_argument("--json")
     parser.add_argument("--commit", default="")
@@ -280,6 +280,12 @@ def main():
     if "hunyuan" in parts:
         tensors = with_text(synthetic(options.command, (33, 45, 80), (16, 56, 56), 24, 6), 256)
         result["cases"].append(compare(library, "synthetic, HunyuanVideo 720p", tensors, (16, 56, 56), densities, options, text=256))
+        save()
+        del tensors
+    if "dim64" in parts:
+        rope = (24, 20, 20)
+        tensors = synthetic(options.command, wan, rope, 40, 8)
+        result["cases"].append(compare(library, "synthetic, 21x45x80, dim 64", tensors, rope, densities, options))
         save()
         del tensors
     if "sweep" in parts:

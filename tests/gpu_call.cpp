@@ -585,55 +585,134 @@ TEST_F(GpuCalls, AFaultPoisonsTheHandleAndDestroyingItIsSafe) {
       testing::ExitedWithCode(0), "");
 }
 
-// Tensors of more than 2^31 elements, and a grid of more than 65,535 tiles.
+// Device memory of any size that is not initialised.
+struct BigBuffer {
+  explicit BigBuffer(int64_t elements) { EXPECT_EQ(cudaMalloc(&data, static_cast<size_t>(elements) * 2), cudaSuccess); }
+  ~BigBuffer() { cudaFree(data); }
+  BigBuffer(const BigBuffer&) = delete;
+  BigBuffer& operator=(const BigBuffer&) = delete;
+  uint16_t* at(int64_t element) const { return static_cast<uint16_t*>(data) + element; }
+  void* data = nullptr;
+};
+
+// Tensors of more than 2^31 elements, and a grid of more than 65,535 tiles. Queries repeat with a period that no power of
+// two is a multiple of, so a row that is read or written elsewhere shows. Every key is kept: the expected output needs no
+// selection, and what clustering read shows in the labels.
 TEST_F(GpuCalls, MoreThanTwoToThe31Elements) {
   size_t free_bytes = 0, all_bytes = 0;
   CHECK_CUDA(cudaMemGetInfo(&free_bytes, &all_bytes));
   const int64_t heads = 4, tokens = 4400000, dim = 128, elements = heads * tokens * dim;  // 2.25e9
   if (free_bytes < static_cast<size_t>(3 * elements * 2) + (4ull << 30)) GTEST_SKIP() << "needs 18 GB of device memory";
-  const int64_t k_tokens = 256;
-  Shape shape{.batch = 1,
-              .heads = heads,
-              .q_tokens = tokens,
-              .k_tokens = k_tokens,
-              .dim = dim,
-              .dtype = DType::bf16,
-              .rope = {},
-              .subspaces = {}};
-  const Plan plan(context(),
-                  method("scope", {{"partition", "even:3"},
-                                   {"first_iterations", "1"},
-                                   {"workspace_limit", "2000"},
-                                   {"rule", "fixed"},
-                                   {"density", "0.5"}}),
-                  shape);
-  void *q = nullptr, *kv = nullptr, *out = nullptr, *workspace = nullptr;
-  CHECK_CUDA(cudaMalloc(&q, static_cast<size_t>(elements) * 2));
-  CHECK_CUDA(cudaMalloc(&out, static_cast<size_t>(elements) * 2));
-  CHECK_CUDA(cudaMalloc(&kv, static_cast<size_t>(heads * k_tokens * dim) * 2));
-  CHECK_CUDA(cudaMalloc(&workspace, static_cast<size_t>(plan.workspace_bytes)));
-  CHECK_CUDA(cudaMemset(q, 0x3c, static_cast<size_t>(elements) * 2));                 // 0x3c3c: 0.0115
-  CHECK_CUDA(cudaMemset(kv, 0x3f, static_cast<size_t>(heads * k_tokens * dim) * 2));  // 0x3f3f: 0.746
-  CHECK_CUDA(cudaMemset(out, 0xff, static_cast<size_t>(elements) * 2));
+  const int64_t period = 4099, k_tokens = 256;
+  Inputs in(1, heads, period, k_tokens, dim, 141);  // of its queries, the first head's are repeated
+  const std::vector<uint16_t> q_bits = to_16(in.q, DType::bf16), k_bits = to_16(in.k, DType::bf16),
+                              v_bits = to_16(in.v, DType::bf16);
+  for (int64_t h = 1; h < heads; ++h) std::copy_n(in.q.begin(), period * dim, in.q.begin() + h * period * dim);
+  const Context host(1);
+  const Result expected = run(Plan(host, method("dense"), in.shape()), in);
+
+  Shape shape = in.shape();
+  shape.q_tokens = tokens;
+  shape.dtype = DType::bf16;
+  const Plan sparse(context(),
+                    method("scope", {{"partition", "even:3"},
+                                     {"first_iterations", "1"},
+                                     {"workspace_limit", "2000"},
+                                     {"rule", "fixed"},
+                                     {"density", "1"}}),
+                    shape);
+  const Plan dense(context(), method("dense"), shape);
+  const BigBuffer q(elements), out(elements), k(heads * k_tokens * dim), v(heads * k_tokens * dim),
+      labels(2 * heads * tokens), workspace(std::max(sparse.workspace_bytes, dense.workspace_bytes));
+  CHECK_CUDA(cudaMemcpy(q.data, q_bits.data(), static_cast<size_t>(period * dim) * 2, cudaMemcpyHostToDevice));
+  for (int64_t done = period * dim; done < elements; done *= 2) {
+    CHECK_CUDA(
+        cudaMemcpy(q.at(done), q.data, static_cast<size_t>(std::min(done, elements - done)) * 2, cudaMemcpyDeviceToDevice));
+  }
+  CHECK_CUDA(cudaMemcpy(k.data, k_bits.data(), k_bits.size() * 2, cudaMemcpyHostToDevice));
+  CHECK_CUDA(cudaMemcpy(v.data, v_bits.data(), v_bits.size() * 2, cudaMemcpyHostToDevice));
   CallArgs args;
-  args.q = {q, DType::bf16, 1, heads, tokens, dim, elements, tokens * dim, dim};
-  args.k = args.v = {kv, DType::bf16, 1, heads, k_tokens, dim, heads * k_tokens * dim, k_tokens * dim, dim};
-  args.out = {out, DType::bf16, 1, heads, tokens, dim, elements, tokens * dim, dim};
-  args.workspace = workspace;
-  args.workspace_bytes = plan.workspace_bytes;
-  for (int dense = 0; dense < 2; ++dense) {
-    const Plan dense_plan(context(), method("dense"), shape);
-    call(dense == 0 ? plan : dense_plan, args);
+  args.q = {q.data, DType::bf16, 1, heads, tokens, dim, elements, tokens * dim, dim};
+  args.k = {k.data, DType::bf16, 1, heads, k_tokens, dim, heads * k_tokens * dim, k_tokens * dim, dim};
+  args.v = {v.data, DType::bf16, 1, heads, k_tokens, dim, heads * k_tokens * dim, k_tokens * dim, dim};
+  args.out = {out.data, DType::bf16, 1, heads, tokens, dim, elements, tokens * dim, dim};
+  args.workspace = workspace.data;
+  for (const Plan* plan : {&sparse, &dense}) {
+    CHECK_CUDA(cudaMemset(out.data, 0xff, static_cast<size_t>(elements) * 2));
+    args.workspace_bytes = plan->workspace_bytes;
+    args.selection.labels = plan == &sparse ? static_cast<int32_t*>(labels.data) : nullptr;
+    call(*plan, args);
     CHECK_CUDA(cudaDeviceSynchronize());
     std::vector<uint16_t> rows(static_cast<size_t>(tokens * dim));
-    for (const int64_t h : {int64_t{0}, heads - 1}) {
-      CHECK_CUDA(
-          cudaMemcpy(rows.data(), static_cast<uint16_t*>(out) + h * tokens * dim, rows.size() * 2, cudaMemcpyDeviceToHost));
-      for (size_t i = 0; i < rows.size(); i += 61) ASSERT_EQ(rows[i], 0x3f3f) << "head " << h << " element " << i;
+    std::vector<int32_t> group(static_cast<size_t>(tokens));
+    for (int64_t h = 0; h < heads; ++h) {
+      CHECK_CUDA(cudaMemcpy(rows.data(), out.at(h * tokens * dim), rows.size() * 2, cudaMemcpyDeviceToHost));
+      for (int64_t i = 0; i < tokens * dim; i += 61) {
+        const int64_t row = (h * tokens + i / dim) % period;
+        const float want = expected.out[static_cast<size_t>((h * period + row) * dim + i % dim)];
+        ASSERT_NEAR(bf16_to_f32(rows[static_cast<size_t>(i)]), want, 0.02) << "head " << h << " element " << i;
+      }
+      if (plan != &sparse) continue;
+      CHECK_CUDA(cudaMemcpy(group.data(), static_cast<int32_t*>(labels.data) + h * tokens, group.size() * 4,
+                            cudaMemcpyDeviceToHost));
+      int32_t highest = 0;
+      for (int64_t t = period; t < tokens; ++t) {
+        ASSERT_EQ(group[static_cast<size_t>(t)], group[static_cast<size_t>(t - period)]) << "head " << h << " token " << t;
+        highest = std::max(highest, group[static_cast<size_t>(t)]);
+      }
+      EXPECT_GT(highest, 0);
     }
-    CHECK_CUDA(cudaMemset(out, 0xff, static_cast<size_t>(elements) * 2));
   }
-  for (void* memory : {q, kv, out, workspace}) cudaFree(memory);
+}
+
+// One token every 2^31 elements and a bit, q, k, v and out side by side: the same bits as in compact memory.
+TEST_F(GpuCalls, TokenStridesPastTwoToThe31) {
+  size_t free_bytes = 0, all_bytes = 0;
+  CHECK_CUDA(cudaMemGetInfo(&free_bytes, &all_bytes));
+  const int64_t tokens = 9, dim = 128, stride = (int64_t{1} << 31) + 1024;
+  if (free_bytes < static_cast<size_t>(tokens * stride * 2) + (1ull << 30)) GTEST_SKIP() << "needs 40 GB of device memory";
+  const BigBuffer far(tokens * stride);
+  for (const char* kernel : {"wgmma", "portable"}) {
+    for (const char* name : {"dense", "scope", "scope-exact"}) {
+      Inputs in(1, 1, tokens, tokens, dim, 151);
+      GpuCall compact(context(),
+                      method(name, {{"kernel", kernel},
+                                    {"groups", "2"},
+                                    {"partition", "even:3"},
+                                    {"codes", "4"},
+                                    {"rule", "fixed"},
+                                    {"density", "0.5"}}),
+                      in, DType::bf16);
+      compact.run();
+      const std::vector<uint16_t> want_bits = compact.out_bits();
+
+      CallArgs args = compact.args;
+      const auto place = [&](auto& view, int64_t column, const std::vector<float>* from) {
+        view.data = far.at(column);
+        view.token_stride = stride;
+        for (int64_t t = 0; t < tokens; ++t) {
+          std::vector<uint16_t> row(static_cast<size_t>(dim), 0xffff);
+          for (int64_t d = 0; from != nullptr && d < dim; ++d) {
+            row[static_cast<size_t>(d)] = f32_to_bf16((*from)[static_cast<size_t>(t * dim + d)]);
+          }
+          ASSERT_EQ(cudaMemcpy(far.at(t * stride + column), row.data(), row.size() * 2, cudaMemcpyHostToDevice),
+                    cudaSuccess);
+        }
+      };
+      place(args.q, 0, &in.q);
+      place(args.k, dim, &in.k);
+      place(args.v, 2 * dim, &in.v);
+      place(args.out, 3 * dim, nullptr);
+      call(compact.plan, args);
+      CHECK_CUDA(cudaDeviceSynchronize());
+      std::vector<uint16_t> row(static_cast<size_t>(dim));
+      for (int64_t t = 0; t < tokens; ++t) {
+        CHECK_CUDA(cudaMemcpy(row.data(), far.at(t * stride + 3 * dim), row.size() * 2, cudaMemcpyDeviceToHost));
+        ASSERT_TRUE(std::equal(row.begin(), row.end(), want_bits.begin() + t * dim))
+            << name << ", " << kernel << ", token " << t;
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -99,13 +99,11 @@ __device__ void load(const AttendLaunch& at, const KeyList& list, int block, uin
   const int first = block * kKeys + row;
   const bool used = 8 * chunk < at.dim;
   const char* rows = (kValues ? list.v : list.k) + 16 * chunk;
-  const auto pitch = static_cast<uint32_t>((kValues ? at.v.row_step : at.k.row_step) * 2);
+  const int64_t pitch = (kValues ? at.v.row_step : at.k.row_step) * 2;
   to += row * kDim * 2 + (chunk ^ (row % 8)) * 16;
   const auto copy = [&](int j, const void* from, bool valid) { copy_async_16((to ^ (j * 16)) + j * kDim * 2, from, valid); };
   if (kKeys * (block + 1) <= tile.keys) {
-    const auto copy_key = [&](int j, int key) {
-      copy(j, rows + static_cast<uint64_t>(pitch) * static_cast<uint32_t>(key), used);
-    };
+    const auto copy_key = [&](int j, int key) { copy(j, rows + pitch * static_cast<uint32_t>(key), used); };
 #pragma unroll
     for (int j = 0; j < kRows; j += 4) {
       int4 key{first + j, first + j + 1, first + j + 2, first + j + 3};

@@ -187,7 +187,6 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
   int head = 0, block = 0, blocks = 0, plain = 0;  // of the tile: blocks in all, and those of real keys alone
   bool extra_keys = false;
   const uint8_t *k = nullptr, *v = nullptr;
-  const auto k_step = static_cast<uint32_t>(2 * at.k.row_step), v_step = static_cast<uint32_t>(2 * at.v.row_step);
   for (;; list.next()) {
     if (block == blocks) {
       barrier_wait(shared_address(&shared.tile_full[ring.slot]), ring.parity);
@@ -205,7 +204,7 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
     const int32_t* keys = shared.keys + list.slot * C::kKeys;
 
     // `rows`: the block's keys or values. Extra keys and padding can only be in the last blocks.
-    const auto gather = [&](uint32_t to, const uint8_t* rows, uint32_t step, const PerHead<const uint16_t>& extra) {
+    const auto gather = [&](uint32_t to, const uint8_t* rows, int64_t step, const PerHead<const uint16_t>& extra) {
       to += place;
       if (block < plain) {
 #pragma unroll 2
@@ -213,7 +212,7 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const auto key = static_cast<uint32_t>(keys[first + 4 * half + row_in_four]);
-            const uint8_t* from = rows + static_cast<uint64_t>(key) * step;
+            const uint8_t* from = rows + 2 * step * key;
 #pragma unroll
             for (int p = 0; p < C::kPanels; ++p) {
               copy_16((to ^ 64 * half) + first * 128 + 512 * half + p * C::kPanelBytes, from + 128 * p, bytes[p]);
@@ -225,7 +224,7 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
 #pragma unroll 1
       for (int first = 4 * warp; first < C::kKeys; first += 4 * kLoaderWarps) {
         const int32_t key = keys[first + row_in_four];
-        const uint8_t* from = rows + static_cast<uint64_t>(static_cast<uint32_t>(key)) * step;
+        const uint8_t* from = rows + 2 * step * static_cast<uint32_t>(key);
         if (key < 0) from = reinterpret_cast<const uint8_t*>(extra[head] + int64_t{key ^ kExtraKey} * at.dim + 8 * chunk);
 #pragma unroll
         for (int p = 0; p < C::kPanels; ++p) {
@@ -235,7 +234,7 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
       }
     };
     barrier_wait(shared_address(&shared.k_empty[stage.slot]), stage.parity ^ 1);
-    gather(shared_address(shared.k[stage.slot]), k, k_step, at.extra_k);
+    gather(shared_address(shared.k[stage.slot]), k, at.k.row_step, at.extra_k);
     if (block >= plain && extra_keys) {
 #pragma unroll 1
       for (int i = threadIdx.x - 32; i < C::kKeys; i += kLoaders) {
@@ -248,7 +247,7 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
       barrier_arrive_after_copies(shared_address(&shared.k_full[stage.slot]));
     }
     barrier_wait(shared_address(&shared.v_empty[stage.slot]), stage.parity ^ 1);
-    gather(shared_address(shared.v[stage.slot]), v, v_step, at.extra_v);
+    gather(shared_address(shared.v[stage.slot]), v, at.v.row_step, at.extra_v);
     barrier_arrive_after_copies(shared_address(&shared.v_full[stage.slot]));
     barrier_arrive(shared_address(&shared.list_empty[list.slot]));
     stage.next();

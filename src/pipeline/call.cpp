@@ -47,8 +47,6 @@ void check_device_tensor(const char* name, const View& x) {
   require(x.batch_stride % 8 == 0 && x.head_stride % 8 == 0 && x.token_stride % 8 == 0, Status::alignment,
           "{}: strides [{}, {}, {}, 1] are not multiples of 8 elements", name, x.batch_stride, x.head_stride,
           x.token_stride);
-  require(x.token_stride < int64_t{1} << 31, Status::size_limit, "{}: got token_stride {}, a GPU takes less than 2147483648",
-          name, x.token_stride);
 }
 
 void check_device_words(const char* name, const void* pointer) {
