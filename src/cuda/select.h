@@ -98,7 +98,7 @@ struct SelectSpace {
 };
 inline constexpr int kFewCandidates = 1024;
 
-inline constexpr int kTailParts = 4;  // of the keys; a constant, so that the sums do not depend on the chunk
+inline constexpr int kTailParts = 8;  // of the keys; a constant, so that the sums do not depend on the chunk
 
 struct MaskLaunch {
   PerHead<uint32_t> rows;  // [groups, words]; null: only candidates are wanted
