@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "tools" / "tiny_video"))
 import _c_api as api  # noqa: E402
 
 STAGES = ("group", "encode", "score", "select", "attend")
+METHODS = ("scope", "scope-paper", "scope-exact", "svg2", "sparge")
 
 
 def median_ms(body, repeat, warm=2):
@@ -171,7 +172,8 @@ def padding(scope, rows):
     return ((torch.ceil(sizes / rows) * rows * counts).sum() / (sizes * counts).sum()).item()
 
 
-def compare(library, name, tensors, rope, densities, options, text=0, long=True):
+def compare(library, name, tensors, rope, densities, options, text=0, long=True, methods=()):
+    """Every variant of `scope` at each density; with `methods`, those instead, each solved for the density."""
     q, k, v = tensors
     heads, tokens, dim = q.shape[1:]
     flop = 4 * heads * tokens * tokens * dim
@@ -207,7 +209,9 @@ def compare(library, name, tensors, rope, densities, options, text=0, long=True)
         del dense
     for density in densities:
         variants = [("scope, rule=target", "scope", {"rule": "target"})]
-        if long:
+        if methods:
+            variants = [(method, method, {"target_density": density}) for method in methods]
+        elif long:
             variants += [("scope, fixed k", "scope", {"rule": "fixed"}), ("scope-exact, rule=target", "scope-exact", {"rule": "target"}),
                          ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
             if density == densities[0]:
@@ -216,10 +220,11 @@ def compare(library, name, tensors, rope, densities, options, text=0, long=True)
         else:
             variants += [("scope-exact, rule=target", "scope-exact", {"rule": "target"})]
         for label, method, settings in variants:
-            settings = {**settings, "density": density}
+            if not methods:
+                settings = {**settings, "density": density}
             scope = Scope(library, q, k, v, method, settings, rope, text, selection=True)
             scope.call(first=True)
-            first_ms = median_ms(lambda: scope.call(first=True), 3, 1) if long and label == "scope, rule=target" else None
+            first_ms = median_ms(lambda: scope.call(first=True), 3, 1) if methods or (long and label == "scope, rule=target") else None
             scope.call(first=True)
             scope.call()
             recall, error = quality(scope, q, k, v, text)
@@ -234,7 +239,7 @@ def compare(library, name, tensors, rope, densities, options, text=0, long=True)
             if first_ms:
                 print(f"{'  its first call':34} {'':8} {first_ms:8.2f} {first_ms / cudnn:7.3f}")
             del scope
-    if long and not text:
+    if long and not text and not methods:
         # The same call on [batch, tokens, heads, dim] memory.
         scope = Scope(library, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), "scope",
                       {"rule": "target", "density": densities[0]}, rope)
@@ -250,7 +255,7 @@ def main():
     parser.add_argument("--library", required=True, help="libscope.so built with CUDA")
     parser.add_argument("--command", required=True, help="the scope command, for make-qkv")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--parts", default="video,synthetic,hunyuan,dim64,sweep")
+    parser.add_argument("--parts", default="video,synthetic,hunyuan,dim64,sweep,methods")
     parser.add_argument("--densities", default="0.2,0.1")
     parser.add_argument("--json")
     parser.add_argument("--commit", default="")
@@ -261,7 +266,7 @@ def main():
                             capture_output=True, text=True).stdout.strip()
     result = {"machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
                           "driver, max SM, SM, memory clocks": clocks},
-              "commit": options.commit, "repeat": options.repeat, "dtype": "bf16", "cases": [], "sweep": []}
+              "commit": options.commit, "repeat": options.repeat, "dtype": "bf16", "cases": [], "sweep": [], "methods": []}
 
     def save():
         if options.json:
@@ -293,6 +298,11 @@ def main():
             tensors = synthetic(options.command, grid, wan_rope, 40, 8)
             name = f"synthetic, {'x'.join(map(str, grid))}"
             result["sweep"].append(compare(library, name, tensors, wan_rope, [0.05, 0.1, 0.2, 0.3, 0.5], options, long=False))
+            save()
+    if "methods" in parts:
+        for name, tensors in (("video model, Wan 720p", lambda: video_model(wan, 40)),
+                              ("synthetic, Wan 720p", lambda: synthetic(options.command, wan, wan_rope, 40, 8))):
+            result["methods"].append(compare(library, name, tensors(), wan_rope, densities, options, long=False, methods=METHODS))
             save()
     print("\nclocks after the run:", subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
                                                      "--format=csv,noheader"], capture_output=True, text=True).stdout.strip())

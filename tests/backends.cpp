@@ -364,6 +364,7 @@ void run_group(const Exec& exec, std::span<const GroupArgs> in, int64_t head_gap
   mirror.array(heads, FIELD(sizes), in[0].groups);
   mirror.array(heads, FIELD(order), in[0].count);
   mirror.array(heads, FIELD(offsets), in[0].groups + 1);
+  mirror.array(heads, FIELD(similarity), in[0].groups);
   mirror.shared(heads, FIELD(status), 1);
   mirror.scratch(heads);
   mirror.run([&] { cuda_backend()->group(exec, heads); });
@@ -379,6 +380,7 @@ void run_encode(const Exec& exec, std::span<const EncodeArgs> in, int64_t head_g
   mirror.array(heads, FIELD(codebooks), in[0].codes * in[0].k.dim);
   mirror.array(heads, FIELD(labels), subspaces * in[0].count);
   mirror.array(heads, FIELD(empty), subspaces);
+  mirror.array(heads, FIELD(similarity), in[0].codes);
   mirror.shared(heads, FIELD(status), 1);
   mirror.scratch(heads);
   mirror.run([&] { cuda_backend()->encode(exec, heads); });
@@ -416,6 +418,8 @@ void run_select(const Exec& exec, std::span<const SelectArgs> in, int64_t head_g
   const int64_t groups = in[0].proxy.groups, dim = in[0].proxy.k.dim;
   mirror_proxy(mirror, heads);
   mirror.array(heads, FIELD(sizes), groups);
+  mirror.array(heads, FIELD(q_similarity), groups);
+  mirror.array(heads, FIELD(k_similarity), in[0].proxy.codes);
   mirror.array(heads, FIELD(counts), groups);
   mirror.array(heads, FIELD(top_p), groups);
   mirror.array(heads, FIELD(head_budget), 1);

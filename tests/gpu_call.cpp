@@ -241,6 +241,59 @@ TEST_F(GpuCalls, OutputIsAttentionOverTheSelection) {
   }
 }
 
+// The methods that keep whole codes, at sizes that suit short sequences.
+std::vector<Settings> baselines(const char* target = "none") {
+  return {method("svg2", {{"codes", "100"}, {"target_density", target}}),
+          method("sparge", {{"q_block", "16"}, {"k_block", "8"}, {"target_density", target}}),
+          method("sparge-cdf", {{"q_block", "16"}, {"k_block", "8"}, {"similarity", "0.15"}, {"target_density", target}})};
+}
+
+TEST_F(GpuCalls, BaselinesAreAttentionOverWhatTheyKeep) {
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const char* kernel : {"auto", "portable"}) {
+      for (const char* target : {"none", "0.4"}) {
+        for (Settings settings : baselines(target)) {
+          set_setting(settings, "kernel", kernel);
+          Inputs in(2, 2, 330, 297, 40, 3);
+          GpuCall gpu(context(), settings, in, dtype);
+          const Result result = gpu.run();
+          EXPECT_EQ(result.stats.reason, Reason::sparse);
+          EXPECT_LT(result.stats.density, 1);
+          if (settings.rule == Rule::clusters && settings.target_density > 0) {
+            EXPECT_NEAR(result.stats.density, 0.4, 0.01);
+          }
+          expect_consistent(in, gpu.plan, result, {}, tolerance(dtype));
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// Blocks leave nothing to chance: the CPU keeps the same keys, up to the rounding of a mean beside a bound.
+TEST_F(GpuCalls, BlocksKeepWhatTheCpuKeeps) {
+  const Context cpu(0);
+  for (const char* target : {"none", "0.3"}) {
+    for (const Settings& settings : baselines(target)) {
+      if (settings.rule == Rule::clusters) continue;
+      Inputs in(1, 4, 2000, 1900, 64, 7);
+      const Result on_gpu = GpuCall(context(), settings, in, DType::bf16).run();
+      const Plan plan(cpu, settings, in.shape());
+      const Result on_cpu = run(plan, in);
+      EXPECT_EQ(on_gpu.labels, on_cpu.labels);
+      EXPECT_NEAR(on_gpu.stats.density, on_cpu.stats.density, 1e-3);
+      const auto words = static_cast<size_t>(mask_words(1900));
+      size_t same = 0;
+      for (size_t row = 0; row < on_cpu.counts.size(); ++row) {
+        same += std::equal(on_cpu.mask.begin() + static_cast<int64_t>(row * words),
+                           on_cpu.mask.begin() + static_cast<int64_t>((row + 1) * words),
+                           on_gpu.mask.begin() + static_cast<int64_t>(row * words));
+      }
+      EXPECT_GE(static_cast<double>(same), 0.99 * static_cast<double>(on_cpu.counts.size()));
+    }
+  }
+}
+
 TEST_F(GpuCalls, RhoOneEqualsDense) {
   for (const char* kernel : {"auto", "portable"}) {
     Inputs in(1, 2, 257, 257, 64, 5);
@@ -258,56 +311,61 @@ TEST_F(GpuCalls, RhoOneEqualsDense) {
 // Text anywhere in the sequence, padding at the end, per-sample lengths: [text 3][video][text 5][padding].
 TEST_F(GpuCalls, TextAndPadding) {
   const int64_t tokens = 350;
+  std::vector<Settings> all = baselines();
   for (const char* tail : {"none", "first_order"}) {
     for (const char* name : {"scope", "dense"}) {
-      Inputs in(2, 2, tokens, tokens, 40, 9);
-      Extra extra;
-      extra.q_lengths = extra.k_lengths = {350, 321};
-      extra.keep.resize(2 * static_cast<size_t>(mask_words(tokens)));
-      for (int64_t b = 0; b < 2; ++b) {
-        for (const int64_t j : {0, 1, 2, 80, 81, 82, 83, 84}) set_mask_bit(extra.keep.data() + b * mask_words(tokens), j);
-        set_mask_bit(extra.keep.data() + b * mask_words(tokens), 349);  // text that is padding in sample 1
-      }
-      extra.dense_queries = extra.keep;
-      for (int64_t h = 0; h < 2; ++h) {
-        for (int64_t i = 321; i < tokens; ++i) {
-          const size_t at = static_cast<size_t>(((2 + h) * tokens + i) * 40);
-          for (size_t c = 0; c < 40; ++c)
-            in.q[at + c] = in.k[at + c] = in.v[at + c] = std::numeric_limits<float>::quiet_NaN();
-        }
-      }
-      GpuCall gpu(context(), method(name, {{"partition", "even:2"}, {"rule", "fixed"}, {"density", "0.2"}, {"tail", tail}}),
-                  in, DType::bf16, true);
-      gpu.use(extra);
-      const Result result = gpu.run();
-      const bool dense = std::string(name) == "dense";
-      for (int64_t b = 0; b < 2; ++b) {
-        const int64_t valid = extra.k_lengths[static_cast<size_t>(b)], text = b == 0 ? 9 : 8;
-        for (int64_t h = 0; h < 2; ++h) {
-          const int64_t head = 2 * b + h;
-          if (!dense) {
-            const int64_t groups = gpu.plan.selection_groups;
-            EXPECT_EQ(result.heads[static_cast<size_t>(head)].queries, valid - text);
-            EXPECT_EQ(result.sizes[static_cast<size_t>(head * groups + groups - 1)], text);
-            EXPECT_EQ(result.counts[static_cast<size_t>(head * groups + groups - 1)], valid - text);
-          }
-          expect_rows(in, result, b, h, 81, exact_row(in, b, h, 81, [&](int64_t j) { return j < valid; }),
-                      tolerance(DType::bf16));
-          for (int64_t i = valid; i < tokens; ++i) {
-            expect_rows(in, result, b, h, i, std::vector<double>(40, 0.0));
-            EXPECT_EQ(result.lse[static_cast<size_t>(head * tokens + i)], -std::numeric_limits<float>::infinity());
-          }
-        }
-      }
-      if (!dense && std::string(tail) == "none") expect_consistent(in, gpu.plan, result, extra, tolerance(DType::bf16));
+      all.push_back(method(name, {{"partition", "even:2"}, {"rule", "fixed"}, {"density", "0.2"}, {"tail", tail}}));
     }
+  }
+  for (const Settings& settings : all) {
+    Inputs in(2, 2, tokens, tokens, 40, 9);
+    Extra extra;
+    extra.q_lengths = extra.k_lengths = {350, 321};
+    extra.keep.resize(2 * static_cast<size_t>(mask_words(tokens)));
+    for (int64_t b = 0; b < 2; ++b) {
+      for (const int64_t j : {0, 1, 2, 80, 81, 82, 83, 84}) set_mask_bit(extra.keep.data() + b * mask_words(tokens), j);
+      set_mask_bit(extra.keep.data() + b * mask_words(tokens), 349);  // text that is padding in sample 1
+    }
+    extra.dense_queries = extra.keep;
+    for (int64_t h = 0; h < 2; ++h) {
+      for (int64_t i = 321; i < tokens; ++i) {
+        const size_t at = static_cast<size_t>(((2 + h) * tokens + i) * 40);
+        for (size_t c = 0; c < 40; ++c) in.q[at + c] = in.k[at + c] = in.v[at + c] = std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+    GpuCall gpu(context(), settings, in, DType::bf16, true);
+    gpu.use(extra);
+    const Result result = gpu.run();
+    const bool dense = settings.dense;
+    for (int64_t b = 0; b < 2; ++b) {
+      const int64_t valid = extra.k_lengths[static_cast<size_t>(b)], text = b == 0 ? 9 : 8;
+      for (int64_t h = 0; h < 2; ++h) {
+        const int64_t head = 2 * b + h;
+        if (!dense) {
+          const int64_t groups = gpu.plan.selection_groups;
+          EXPECT_EQ(result.heads[static_cast<size_t>(head)].queries, valid - text);
+          EXPECT_EQ(result.sizes[static_cast<size_t>(head * groups + groups - 1)], text);
+          EXPECT_EQ(result.counts[static_cast<size_t>(head * groups + groups - 1)], valid - text);
+        }
+        expect_rows(in, result, b, h, 81, exact_row(in, b, h, 81, [&](int64_t j) { return j < valid; }),
+                    tolerance(DType::bf16));
+        for (int64_t i = valid; i < tokens; ++i) {
+          expect_rows(in, result, b, h, i, std::vector<double>(40, 0.0));
+          EXPECT_EQ(result.lse[static_cast<size_t>(head * tokens + i)], -std::numeric_limits<float>::infinity());
+        }
+      }
+    }
+    if (!dense && settings.tail == Tail::none) expect_consistent(in, gpu.plan, result, extra, tolerance(DType::bf16));
   }
 }
 
 TEST_F(GpuCalls, ASampleAloneEqualsItselfInABatch) {
   Inputs both(2, 2, 340, 340, 64, 21);
+  std::vector<Settings> all = baselines("0.3");
   for (const char* name : {"scope", "scope-exact"}) {
-    const Settings settings = method(name, {{"partition", "even:4"}, {"tail", "first_order"}});
+    all.push_back(method(name, {{"partition", "even:4"}, {"tail", "first_order"}}));
+  }
+  for (const Settings& settings : all) {
     const Result batch = GpuCall(context(), settings, both, DType::bf16).run();
     for (int64_t b = 0; b < 2; ++b) {
       Inputs one = both;
@@ -322,13 +380,15 @@ TEST_F(GpuCalls, ASampleAloneEqualsItselfInABatch) {
 
 TEST_F(GpuCalls, BitwiseOverRunsStreamsAndChunks) {
   Inputs in(1, 7, 1100, 1100, 64, 33);
+  std::vector<Settings> all = baselines("0.3");
   for (const char* proxy : {"codes", "exact"}) {
+    all.push_back(method("scope", {{"partition", "even:3"}, {"rule", "target"}, {"tail", "first_order"}, {"proxy", proxy}}));
+  }
+  for (const Settings& each : all) {
     const auto settings = [&](const char* limit) {
-      return method("scope", {{"partition", "even:3"},
-                              {"rule", "target"},
-                              {"tail", "first_order"},
-                              {"proxy", proxy},
-                              {"workspace_limit", limit}});
+      Settings limited = each;
+      set_setting(limited, "workspace_limit", limit);
+      return limited;
     };
     GpuCall gpu(context(), settings("400"), in, DType::bf16);
     EXPECT_EQ(gpu.plan.chunk, 7);
@@ -356,8 +416,9 @@ TEST_F(GpuCalls, BothLayoutsAgree) {
 
 TEST_F(GpuCalls, WarmCallsContinueFromTheirState) {
   Inputs in(2, 2, 600, 600, 64, 51);
-  for (const char* dtype : {"f32", "bf16"}) {
-    GpuCall gpu(context(), method("scope", {{"partition", "even:3"}, {"state_dtype", dtype}}), in, DType::bf16);
+  for (const Settings& settings : {method("scope", {{"partition", "even:3"}}),
+                                   method("scope", {{"partition", "even:3"}, {"state_dtype", "bf16"}}), baselines()[0]}) {
+    GpuCall gpu(context(), settings, in, DType::bf16);
     gpu.use_state();
     const Result cold = gpu.run();
     EXPECT_FALSE(cold.stats.warm);
@@ -374,9 +435,11 @@ TEST_F(GpuCalls, WarmCallsContinueFromTheirState) {
 
 // A graph of a warm call replays with new data, and gives the bits of the same call made directly.
 TEST_F(GpuCalls, CapturedWarmCallsReplayWithNewData) {
-  for (const char* name : {"scope", "scope-exact"}) {
+  std::vector<Settings> all = baselines("0.3");
+  for (const char* name : {"scope", "scope-exact"})
+    all.push_back(method(name, {{"partition", "even:3"}, {"rule", "target"}}));
+  for (const Settings& settings : all) {
     Inputs in(1, 3, 900, 900, 64, 61), next(1, 3, 900, 900, 64, 62);
-    const Settings settings = method(name, {{"partition", "even:3"}, {"rule", "target"}});
     GpuCall gpu(context(), settings, in, DType::bf16), direct(context(), settings, in, DType::bf16);
     cudaStream_t stream = nullptr;
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -401,7 +464,7 @@ TEST_F(GpuCalls, CapturedWarmCallsReplayWithNewData) {
       CHECK_CUDA(cudaStreamSynchronize(stream));
       const Result replayed = gpu.fetch();
       EXPECT_TRUE(std::isnan(replayed.stats.total)) << "a replay has no times";
-      EXPECT_TRUE(same_bits(replayed, direct.run())) << name << ", step " << step;
+      EXPECT_TRUE(same_bits(replayed, direct.run())) << get_setting(settings, "rule") << ", step " << step;
     }
     cudaGraphExecDestroy(replay);
     cudaGraphDestroy(graph);
@@ -451,9 +514,11 @@ TEST_F(GpuCalls, ScheduleRunsDenseAndCanWarmUp) {
 TEST_F(GpuCalls, EmptyAndTinySequences) {
   for (const int64_t q_tokens : {0, 1, 2, 33}) {
     for (const int64_t k_tokens : {0, 1, 2, 33}) {
-      for (const char* name : {"scope", "scope-exact", "dense"}) {
+      std::vector<Settings> all = baselines();
+      for (const char* name : {"scope", "scope-exact", "dense"}) all.push_back(method(name, {{"partition", "even:2"}}));
+      for (const Settings& settings : all) {
         Inputs in(1, 2, q_tokens, k_tokens, 8, 91);
-        GpuCall gpu(context(), method(name, {{"partition", "even:2"}}), in, DType::f16);
+        GpuCall gpu(context(), settings, in, DType::f16);
         const Result result = gpu.run();
         for (int64_t i = 0; i < q_tokens; ++i) {
           const int64_t words = mask_words(k_tokens), groups = gpu.plan.selection_groups;
@@ -473,9 +538,10 @@ TEST_F(GpuCalls, EmptyAndTinySequences) {
 TEST_F(GpuCalls, RecallIsTheCpus) {
   const Context cpu(0);
   const int64_t heads = 8, tokens = 2500;
-  for (const char* name : {"scope", "scope-exact"}) {
+  for (Settings settings : {method("scope", {{"partition", "even:3"}, {"target_density", "0.1"}}),
+                            method("scope-exact", {{"target_density", "0.1"}}), method("svg2", {{"target_density", "0.1"}}),
+                            method("sparge", {{"target_density", "0.1"}, {"similarity", "-1"}})}) {
     Inputs in(1, heads, tokens, tokens, 64, 101);
-    Settings settings = method(name, {{"partition", "even:3"}, {"rule", "target"}, {"density", "0.1"}});
     settings.first_iterations = 20;
     GpuCall gpu(context(), settings, in, DType::bf16);
     const Result on_gpu = gpu.run();
@@ -494,7 +560,7 @@ TEST_F(GpuCalls, RecallIsTheCpus) {
       }
       return sum / static_cast<double>(heads);
     };
-    EXPECT_NEAR(recall(on_gpu), recall(on_cpu), 0.002) << name;
+    EXPECT_NEAR(recall(on_gpu), recall(on_cpu), 0.002) << get_setting(settings, "rule");
   }
 }
 
@@ -511,6 +577,9 @@ TEST_F(GpuCalls, FindsOutLateWhatTheCpuRefuses) {
   gpu.upload(in);
   call(gpu.plan, gpu.args);
   EXPECT_EQ(status_of([&] { gpu.fetch(); }), Status::non_finite);
+  GpuCall blocks(context(), baselines()[1], in, DType::bf16);
+  call(blocks.plan, blocks.args);
+  EXPECT_EQ(status_of([&] { blocks.fetch(); }), Status::non_finite);
   in.q[5] = 0;
   gpu.upload(in);
   gpu.run();  // the handle is usable after it
@@ -528,9 +597,6 @@ TEST_F(GpuCalls, RefusesBadArgumentsAndWritesNothing) {
   EXPECT_EQ(plan_status(settings, 64, DType::f32), Status::unsupported);
   EXPECT_EQ(plan_status(settings, 136, DType::bf16), Status::unsupported);
   EXPECT_EQ(plan_status(settings, 60, DType::bf16), Status::unsupported);
-  for (const char* baseline : {"svg2", "sparge", "sparge-cdf"}) {
-    EXPECT_EQ(plan_status(method(baseline), 64, DType::bf16), Status::unsupported) << baseline;
-  }
   Settings target = settings;
   target.target_density = 0.2;
   EXPECT_EQ(plan_status(target, 64, DType::bf16), Status::ok);  // rule online
@@ -543,6 +609,10 @@ TEST_F(GpuCalls, RefusesBadArgumentsAndWritesNothing) {
               Plan(context(), method("scope", {{"partition", "even:3"}, {"workspace_limit", "1"}}), wide);
             }),
             Status::invalid_argument);
+  EXPECT_EQ(status_of([&] {
+              Plan(context(), method("svg2", {{"codes", "4097"}, {"groups", "16"}}), wide);
+            }),
+            Status::size_limit);
   EXPECT_EQ(status_of([] { Context::on_gpu(1000); }), Status::invalid_argument);
 
   GpuCall gpu(context(), settings, in, DType::bf16);

@@ -36,23 +36,24 @@ struct Shape {
         blocks(ceil_div(count, block)) {}
 };
 
-TEST(Blocks, GroupDifferential) {
-  each_case("group blocks", 500, [](Case& at) {
-    const Shape shape(at);
-    const int64_t dim = std::min<int64_t>(at.dim, 64);
-    const Rows q(at.random, at.dtype, at.tokens, dim, 1);
-    const auto rows = subset(at.random, at.tokens, shape.count);
-    Guarded<float> centroids(shape.blocks * dim, at.poison), similarity(shape.blocks, at.poison);
-    Guarded<int32_t> labels(at.tokens, at.poison), sizes(shape.blocks, at.poison), order(shape.count, at.poison);
-    Guarded<int64_t> offsets(shape.blocks + 1, at.poison);
-    GuardedScratch scratch(backend(at.exec).group_scratch(at.exec, shape.count, dim, shape.blocks), at.poison);
-    GroupArgs args;
-    args.q = q.view();
-    args.rows = rows.data();
-    args.count = shape.count;
-    args.groups = shape.blocks;
+// Outputs and scratch between canaries, poisoned before the call.
+struct Grouped {
+  Guarded<float> centroids, similarity;
+  Guarded<int32_t> labels, sizes, order;
+  Guarded<int64_t> offsets;
+  GuardedScratch scratch;
+  GroupArgs args;
+
+  Grouped(const Exec& exec, const GroupArgs& problem, uint8_t poison = 0xff)
+      : centroids(problem.groups * problem.q.dim, poison),
+        similarity(problem.groups, poison),
+        labels(problem.q.tokens, poison),
+        sizes(problem.groups, poison),
+        order(problem.count, poison),
+        offsets(problem.groups + 1, poison),
+        scratch(backend(exec).group_scratch(exec, problem.count, problem.q.dim, problem.groups), poison),
+        args(problem) {
     args.grouping = Grouping::blocks;
-    args.block = shape.block;
     args.centroids = centroids.data();
     args.labels = labels.data();
     args.sizes = sizes.data();
@@ -60,7 +61,58 @@ TEST(Blocks, GroupDifferential) {
     args.offsets = offsets.data();
     args.similarity = similarity.data();
     args.scratch = scratch_of(scratch);
-    run_group(at.exec, {&args, 1});
+  }
+  std::vector<uint8_t> all() const { return joined_bytes(centroids, similarity, labels, sizes, order, offsets); }
+};
+
+struct Encoded {
+  Guarded<float> codebooks, similarity;
+  Guarded<int32_t> labels;
+  Guarded<int64_t> empty;
+  GuardedScratch scratch;
+  EncodeArgs args;
+
+  Encoded(const Exec& exec, const EncodeArgs& problem, uint8_t poison = 0xff)
+      : codebooks(problem.codes * problem.k.dim, poison),
+        similarity(problem.codes, poison),
+        labels(static_cast<int64_t>(problem.partition->size()) * problem.count, poison),
+        empty(static_cast<int64_t>(problem.partition->size()), poison),
+        scratch(backend(exec).encode_scratch(exec, problem.count, problem.k.dim, problem.codes), poison),
+        args(problem) {
+    args.encoding = Encoding::blocks;
+    args.codebooks = codebooks.data();
+    args.labels = labels.data();
+    args.empty = empty.data();
+    args.similarity = similarity.data();
+    args.scratch = scratch_of(scratch);
+  }
+  std::vector<uint8_t> all() const { return joined_bytes(codebooks, similarity, labels, empty); }
+};
+
+GroupArgs group_of(const RowsView& q, const std::vector<int32_t>& rows, int64_t block) {
+  const auto count = static_cast<int64_t>(rows.size());
+  return {.q = q, .rows = rows.data(), .count = count, .groups = ceil_div(count, block), .block = block, .scratch = {}};
+}
+EncodeArgs encode_of(const RowsView& k, const std::vector<int32_t>& rows, const Partition& partition, int64_t block) {
+  const auto count = static_cast<int64_t>(rows.size());
+  return {.k = k,
+          .rows = rows.data(),
+          .count = count,
+          .partition = &partition,
+          .codes = ceil_div(count, block),
+          .block = block,
+          .scratch = {}};
+}
+
+TEST(Blocks, GroupDifferential) {
+  each_case("group blocks", 500, [](Case& at) {
+    const Shape shape(at);
+    const int64_t dim = at.tokens >= 1025 ? std::min<int64_t>(at.dim, 64) : at.dim;
+    const Rows q(at.random, at.dtype, at.tokens, dim, 1);
+    const auto rows = subset(at.random, at.tokens, shape.count);
+    Grouped ours(at.exec, group_of(q.view(), rows, shape.block), at.poison);
+    run_group(at.exec, {&ours.args, 1});
+    const auto& [centroids, similarity, labels, sizes, order, offsets, scratch, args] = ours;
     EXPECT_EQ(std::count(labels.data(), labels.data() + at.tokens, -1), at.tokens - shape.count);
     for (int64_t b = 0; b < shape.blocks; ++b) {
       const int64_t begin = b * shape.block, end = std::min(begin + shape.block, shape.count);
@@ -83,7 +135,7 @@ TEST(Blocks, EncodeDifferential) {
   each_case("encode blocks", 500, [](Case& at) {
     Random& random = at.random;
     const Shape shape(at);
-    const int64_t dim = std::min<int64_t>(at.dim, 64);
+    const int64_t dim = at.tokens >= 1025 ? std::min<int64_t>(at.dim, 64) : at.dim;
     const Rows k(random, at.dtype, at.tokens, dim, 1);
     const auto rows = subset(random, at.tokens, shape.count);
     const auto channels = shuffled(random, dim);
@@ -91,24 +143,9 @@ TEST(Blocks, EncodeDifferential) {
     if (dim > 1 && random.chance(0.3))
       partition = {{channels.begin(), channels.begin() + 1}, {channels.begin() + 1, channels.end()}};
     const auto subspaces = static_cast<int64_t>(partition.size());
-    Guarded<float> codebooks(shape.blocks * dim, at.poison), similarity(shape.blocks, at.poison);
-    Guarded<int32_t> labels(subspaces * shape.count, at.poison);
-    Guarded<int64_t> empty(subspaces, at.poison);
-    GuardedScratch scratch(backend(at.exec).encode_scratch(at.exec, shape.count, dim, shape.blocks), at.poison);
-    EncodeArgs args;
-    args.k = k.view();
-    args.rows = rows.data();
-    args.count = shape.count;
-    args.partition = &partition;
-    args.codes = shape.blocks;
-    args.encoding = Encoding::blocks;
-    args.block = shape.block;
-    args.codebooks = codebooks.data();
-    args.labels = labels.data();
-    args.empty = empty.data();
-    args.similarity = similarity.data();
-    args.scratch = scratch_of(scratch);
-    run_encode(at.exec, {&args, 1});
+    Encoded ours(at.exec, encode_of(k.view(), rows, partition, shape.block), at.poison);
+    run_encode(at.exec, {&ours.args, 1});
+    const auto& [codebooks, similarity, labels, empty, scratch, args] = ours;
     const auto centre = mean_of(rows_of(k.view(), rows, 0, shape.count));
     int64_t place = 0;
     for (int64_t m = 0; m < subspaces; ++m) {
@@ -128,6 +165,96 @@ TEST(Blocks, EncodeDifferential) {
         for (int64_t c = 0; c < dim; ++c) members.row(i)[c] -= centre[static_cast<size_t>(c)];
       }
       expect_similarity(similarity[b], members, shape.block);
+    }
+  });
+}
+
+TEST(Blocks, BitwiseOverThreadsAndRuns) {
+  Random random(3);
+  const Rows x(random, DType::bf16, 1100, 40, 1);
+  const auto rows = subset(random, 1100, 1000);
+  const Partition partition = {all_rows(40)};
+  expect_repeatable([&](const Exec& exec) {
+    Grouped groups(exec, group_of(x.view(), rows, 64));
+    run_group(exec, {&groups.args, 1});
+    Encoded codes(exec, encode_of(x.view(), rows, partition, 128));
+    run_encode(exec, {&codes.args, 1});
+    auto all = groups.all();
+    const auto more = codes.all();
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  });
+}
+
+TEST(Blocks, ChunkOfHeadsEqualsHeadsAlone) {
+  Random random(4);
+  std::vector<Rows> x;
+  for (int h = 0; h < 3; ++h) x.emplace_back(random, DType::bf16, 600, 40, 1, 2 * 40);  // side by side
+  const auto rows = subset(random, 600, 570);
+  const Partition partition = {shuffled(random, 40)};
+  std::vector<GroupArgs> groups;
+  std::vector<EncodeArgs> codes;
+  for (const Rows& head : x) {
+    groups.push_back(group_of(head.view(), rows, 64));
+    codes.push_back(encode_of(head.view(), rows, partition, 128));
+  }
+  expect_chunk_equals_heads<Grouped>(groups, run_group);
+  expect_chunk_equals_heads<Encoded>(codes, run_encode);
+}
+
+// Rows that are alike count as 1, opposite pairs as 0; a row of zeros, and a short block, have no direction.
+TEST(Blocks, SimilarityOfKnownRows) {
+  each_machine([](const Exec& exec) {
+    Rows q(DType::bf16, 14, 8);
+    for (int64_t t = 0; t < 14; ++t) {
+      const double sign = t >= 4 && t % 2 == 1 ? -1 : 1;
+      for (int64_t c = 0; c < 8; ++c) q.set(t, c, t == 9 ? 0 : sign * static_cast<double>((t + 1) * (c + 1)));
+    }
+    const auto rows = all_rows(14);
+    Grouped ours(exec, group_of(q.view(), rows, 4));
+    run_group(exec, {&ours.args, 1});
+    EXPECT_NEAR(ours.similarity[0], 1, 1e-6);
+    EXPECT_NEAR(ours.similarity[1], 0, 1e-6);
+    EXPECT_TRUE(std::isnan(ours.similarity[2]));
+    EXPECT_TRUE(std::isnan(ours.similarity[3]));
+  });
+}
+
+// The CPU looks before it groups. Rows that are not finite are left out of the means, and their block is not similar.
+TEST(BlocksOnDevice, RowsThatAreNotFiniteAreLeftOut) {
+  each_machine([](const Exec& exec) {
+    for (const double bad : {1e4, std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+      Random random(7);
+      Rows x(random, DType::bf16, 200, 40, 1);
+      const auto rows = subset(random, 200, 150);
+      const Partition partition = {all_rows(40)};
+      for (int64_t i = 64; i < 128; ++i) x.set(rows[static_cast<size_t>(i)], 39, bad);  // all of the second block
+      x.set(rows[3], 0, bad);
+      const bool finite = std::isfinite(bad);
+      Guarded<uint32_t> status(1);
+      status[0] = 4;
+      Grouped groups(exec, group_of(x.view(), rows, 64));
+      groups.args.status = status.data();
+      run_group(exec, {&groups.args, 1});
+      EXPECT_EQ(status[0], finite ? 4u : 5u) << bad;
+      status[0] = 4;
+      Encoded codes(exec, encode_of(x.view(), rows, partition, 64));
+      codes.args.status = status.data();
+      run_encode(exec, {&codes.args, 1});
+      EXPECT_EQ(status[0], finite ? 4u : 5u) << bad;
+      for (int64_t i = 0; i < 3 * 40; ++i)
+        ASSERT_TRUE(std::isfinite(groups.centroids[i]) && std::isfinite(codes.codebooks[i]));
+      for (int64_t b = 0; b < 2; ++b) {
+        EXPECT_EQ(std::isnan(groups.similarity[b]), !finite);
+        EXPECT_EQ(std::isnan(codes.similarity[b]), !finite);
+      }
+      if (finite) continue;
+      double mean = 0;
+      for (int64_t i = 0; i < 64; ++i) {
+        if (i != 3) mean += reference::element(x.view(), rows[static_cast<size_t>(i)], 1) / 63;
+      }
+      EXPECT_NEAR(groups.centroids[1], mean, 1e-5);
+      EXPECT_EQ(groups.centroids[41], 0);
     }
   });
 }

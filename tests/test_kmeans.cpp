@@ -160,6 +160,18 @@ TEST(KMeans, DifferentialEveryStep) {
   });
 }
 
+// More centroids than a device's shared memory holds, and than one of its argmax keys tells apart.
+TEST(KMeans, AThousandClustersOverAllChannels) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : limits().dtypes) {
+      Random random(10);
+      Problem problem(random, dtype, 1500, 128, 1400, 128, 1000);
+      problem.args.iterations = 1;
+      expect_step(problem, problem.start(), Result(exec, problem.args));
+    }
+  });
+}
+
 // Well separated clusters leave no room for rounding: the whole run equals the reference's.
 TEST(KMeans, WholeRunEqualsTheReference) {
   each_machine([](const Exec& exec) {

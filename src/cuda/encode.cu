@@ -1,16 +1,20 @@
-// encode on CUDA: one K-means per channel subset, several subsets at a time.
+// encode on CUDA: one K-means per channel subset, several subsets at a time, or the means of key blocks.
 #include <algorithm>
 
+#include "cuda/blocks.h"
 #include "cuda/kmeans.h"
 #include "cuda/stages.h"
 #include "stages/encode.h"
 
 namespace scope::cuda {
 
-int64_t encode_scratch(const Exec&, int64_t tokens, int64_t, int64_t codes) { return kmeans_scratch(tokens, codes, false); }
+int64_t encode_scratch(const Exec&, int64_t tokens, int64_t dim, int64_t codes) {
+  return std::max(kmeans_scratch(tokens, codes, false), encode_blocks_scratch(dim, codes));
+}
 
 void encode(const Exec& exec, std::span<const EncodeArgs> heads) {
   const EncodeArgs& args = heads[0];
+  if (args.encoding == Encoding::blocks) return encode_blocks(exec, heads);
   KMeansBatch batch;
   batch.dtype = args.k.dtype;
   batch.points = head_rows<const uint16_t>(heads, [](const EncodeArgs& a) { return a.k; });

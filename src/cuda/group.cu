@@ -1,7 +1,8 @@
-// group on CUDA: K-means over all channels, or raster blocks.
+// group on CUDA: K-means over all channels, or runs of tokens in raster order.
 #include <numeric>
 #include <vector>
 
+#include "cuda/blocks.h"
 #include "cuda/kmeans.h"
 #include "cuda/stages.h"
 #include "stages/group.h"
@@ -12,6 +13,7 @@ int64_t group_scratch(const Exec&, int64_t tokens, int64_t, int64_t groups) { re
 
 void group(const Exec& exec, std::span<const GroupArgs> heads) {
   const GroupArgs& args = heads[0];
+  if (args.grouping == Grouping::blocks) return group_blocks(exec, heads);
   std::vector<int32_t> channels(static_cast<size_t>(args.q.dim));
   std::iota(channels.begin(), channels.end(), 0);
   KMeansBatch batch;

@@ -1,8 +1,10 @@
-// select on CUDA: histograms of depths, budgets from them, and a mask whose last bin is decided key by key.
+// select on CUDA: histograms of depths, budgets from them, and a mask whose last bin is decided key by key. The rules that
+// keep whole codes are in select_codes.cu.
 #include <algorithm>
 
 #include "core/numeric.h"
 #include "cuda/select.h"
+#include "cuda/select_codes.h"
 #include "cuda/stages.h"
 #include "stages/select.h"
 
@@ -613,8 +615,8 @@ SelectSpace layout(Arena arena, int64_t count, int64_t dim, int64_t groups) {
 
 }  // namespace
 
-int64_t select_scratch(const Exec&, int64_t tokens, int64_t dim, int64_t groups, int64_t /*codes*/) {
-  return layout(Arena(), tokens, dim, groups).bytes;
+int64_t select_scratch(const Exec&, int64_t tokens, int64_t dim, int64_t groups, int64_t codes) {
+  return codes > 0 ? select_codes_scratch(groups, codes) : layout(Arena(), tokens, dim, groups).bytes;
 }
 
 void select(const Exec& exec, std::span<const SelectArgs> heads) {
@@ -643,6 +645,15 @@ void select(const Exec& exec, std::span<const SelectArgs> heads) {
     p.labels = per_head(heads, [](const SelectArgs& a) { return a.proxy.labels; });
   }
 
+  MaskLaunch mask{per_head(heads, [](const SelectArgs& x) { return x.mask; }), mask_words(proxy.k.tokens), false};
+  mask.direct = proxy.rows == nullptr && mask_words(count) == mask.words;
+  if (!mask.direct) {
+    check(cudaMemset2DAsync(mask.rows.base, static_cast<size_t>(n == 1 ? groups * mask.words : mask.rows.step) * 4, 0,
+                            static_cast<size_t>(groups * mask.words) * 4, static_cast<size_t>(n), stream(exec)),
+          "select: mask");
+  }
+  if (keeps_codes(first.rule)) return select_codes(exec, heads, p, mask);
+
   RuleLaunch a{};
   a.rule = first.rule;
   a.rho = first.rho;
@@ -656,14 +667,6 @@ void select(const Exec& exec, std::span<const SelectArgs> heads) {
   a.head_budget = per_head(heads, [](const SelectArgs& x) { return x.head_budget; });
   a.rho_used = per_head(heads, [](const SelectArgs& x) { return x.rho_used; });
   a.alpha_used = per_head(heads, [](const SelectArgs& x) { return x.alpha_used; });
-
-  MaskLaunch mask{per_head(heads, [](const SelectArgs& x) { return x.mask; }), mask_words(proxy.k.tokens), false};
-  mask.direct = proxy.rows == nullptr && mask_words(count) == mask.words;
-  if (!mask.direct) {
-    check(cudaMemset2DAsync(mask.rows.base, static_cast<size_t>(n == 1 ? groups * mask.words : mask.rows.step) * 4, 0,
-                            static_cast<size_t>(groups * mask.words) * 4, static_cast<size_t>(n), stream(exec)),
-          "select: mask");
-  }
 
   const SelectSpace s = layout(Arena(first.scratch.data, first.scratch.bytes), count, proxy.k.dim, groups);
   require(s.bytes * n <= first.scratch.bytes, Status::internal, "select: scratch is smaller than its plan");

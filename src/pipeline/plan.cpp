@@ -90,13 +90,9 @@ void Plan::check_device() const {
   require(shape.dtype != DType::f32, Status::unsupported, "dtype: got f32, CUDA takes f16 and bf16");
   require(shape.dim <= 128 && shape.dim % 8 == 0, Status::unsupported, "dim: got {}, CUDA takes multiples of 8 up to 128",
           shape.dim);
-  require(settings.group != Grouping::blocks && settings.encode != Encoding::blocks && !keeps_codes(settings.rule) &&
-              settings.target_density == 0,
-          Status::unsupported,
-          "group, encode, rule, target_density: got {}, {}, {}, {}; CUDA has no blocks, no rule that keeps whole codes, and "
-          "targets for the rules fixed and online alone",
-          get_setting(settings, "group"), get_setting(settings, "encode"), get_setting(settings, "rule"),
-          get_setting(settings, "target_density"));
+  require(settings.target_density == 0 || keeps_codes(settings.rule), Status::unsupported,
+          "target_density: got {}, and CUDA does not solve rule {} for one", settings.target_density,
+          get_setting(settings, "rule"));
   const auto fits = [](const char* name, int64_t value, int64_t most) {
     require(value <= most, Status::size_limit, "{}: got {}, CUDA takes up to {}", name, value, most);
   };
@@ -114,6 +110,8 @@ void Plan::check_codes() const {
   require(settings.tail == Tail::none, Status::invalid_argument, "tail: got first_order, and rule {} has none", rule);
   require(settings.rule == Rule::clusters || (settings.group == Grouping::blocks && settings.encode == Encoding::blocks),
           Status::invalid_argument, "rule: {} needs group blocks and encode blocks", rule);
+  require(exec.device == nullptr || codes <= cuda::kMostRankedCodes, Status::size_limit,
+          "codes: got {}, rule {} takes up to {} on CUDA", codes, rule, cuda::kMostRankedCodes);
 }
 
 Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shape_)

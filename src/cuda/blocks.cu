@@ -1,0 +1,304 @@
+// Means and self-similarity of runs of consecutive tokens, and the codebooks that are made of them.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "core/numeric.h"
+#include "cuda/blocks.h"
+#include "cuda/launch.h"
+
+namespace scope::cuda {
+
+namespace {
+
+constexpr int kMostDim = 128, kWarps = 4, kThreads = kWarps * 32;
+constexpr int kEach = kMostDim / 32;  // channels of a lane
+constexpr int kAhead = 4;             // rows that a warp reads before it uses the first
+static_assert(kThreads == kMostDim);
+
+// A block of threads for each run of each head.
+struct RunsLaunch {
+  HeadRows<const uint16_t> x;
+  const int32_t* rows;  // null: 0, 1, …
+  int64_t count, block, runs;
+  int dim;
+  PerHead<const float> centre;  // [dim] subtracted from every row; null: nothing
+  // Each of these may be null.
+  PerHead<float> means;         // [runs, dim] of x itself, over the rows that are finite; 0 where none is
+  PerHead<int32_t> finite;      // [runs] how many those are
+  PerHead<float> similarity;    // [runs]
+  PerHead<int32_t> order;       // [count]
+  PerHead<int32_t> labels;      // by token
+  PerHead<int32_t> run_labels;  // [copies, count] by position
+  int copies;
+  PerHead<int32_t> sizes;    // [runs]
+  PerHead<int64_t> offsets;  // [runs + 1]
+  uint32_t* status;
+
+  __device__ int32_t token(int64_t i) const { return rows == nullptr ? static_cast<int32_t>(i) : rows[i]; }
+};
+
+template <class T>
+__device__ float to_float(uint16_t bits) {
+  if constexpr (std::is_same_v<T, __half>) return __half2float(__ushort_as_half(bits));
+  return __uint_as_float(uint32_t{bits} << 16);
+}
+
+template <class T>
+__device__ T warp_sum(T x) {
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+// What says where the tokens of a run are.
+__device__ void list_run(const RunsLaunch& a, int64_t head, int64_t run, int64_t begin, int64_t end) {
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+    if (a.order) {
+      const int32_t token = a.token(i);
+      a.order[head][i] = token;
+      a.labels[head][token] = static_cast<int32_t>(run);
+    }
+    for (int m = 0; m < a.copies; ++m) a.run_labels[head][m * a.count + i] = static_cast<int32_t>(run);
+  }
+  if (!a.sizes || threadIdx.x != 0) return;
+  a.sizes[head][run] = static_cast<int32_t>(end - begin);
+  a.offsets[head][run] = begin;
+  if (run == a.runs - 1) a.offsets[head][a.runs] = end;
+}
+
+// Warp w takes rows w, w + 4, …, a lane four channels of each. The mean of a Gram matrix of unit vectors is the square of
+// the length of their mean.
+template <class T>
+__global__ void __launch_bounds__(kThreads) runs_kernel(const RunsLaunch a) {
+  __shared__ double sums[kWarps][kMostDim], units[kWarps][kMostDim], squares[kWarps];
+  __shared__ int finite_rows[kWarps];
+  const int64_t head = blockIdx.x / a.runs, run = blockIdx.x % a.runs;
+  const int64_t begin = run * a.block, end = min(begin + a.block, a.count);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel = lane * kEach;
+  const bool inside = channel < a.dim;
+  list_run(a, head, run, begin, end);
+
+  float centre[kEach] = {};
+  for (int k = 0; k < kEach && inside && a.centre; ++k) centre[k] = a.centre[head][channel + k];
+  double sum[kEach] = {}, unit[kEach] = {};
+  int finite = 0;
+  for (int64_t first = begin + warp; first < end; first += kAhead * kWarps) {
+    ushort4 bits[kAhead];
+#pragma unroll
+    for (int r = 0; r < kAhead; ++r) {
+      const int64_t i = first + r * kWarps;
+      bits[r] = {0, 0, 0, 0};
+      if (i < end && inside) bits[r] = *reinterpret_cast<const ushort4*>(a.x.row(head, a.token(i)) + channel);
+    }
+    float few_sum[kEach] = {}, few_unit[kEach] = {};  // of so few rows, f32 is enough
+#pragma unroll
+    for (int r = 0; r < kAhead; ++r) {
+      if (first + r * kWarps >= end) break;
+      const float x[kEach] = {to_float<T>(bits[r].x), to_float<T>(bits[r].y), to_float<T>(bits[r].z),
+                              to_float<T>(bits[r].w)};
+      float y[kEach], square = 0;
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        y[k] = x[k] - centre[k];
+        square = fmaf(y[k], y[k], square);
+      }
+      square = warp_sum(square);
+      const bool good = square < INFINITY;  // else the similarity becomes NaN, as it does where a row is zero
+      float scale = rsqrtf(square);
+      if (square < 1e-30f) {
+        double small = 0;
+        for (int k = 0; k < kEach; ++k) small += static_cast<double>(y[k]) * static_cast<double>(y[k]);
+        scale = static_cast<float>(rsqrt(warp_sum(small)));
+      }
+      finite += good ? 1 : 0;
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        few_sum[k] += good ? x[k] : 0.0f;
+        few_unit[k] += good ? y[k] * scale : NAN;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      sum[k] += static_cast<double>(few_sum[k]);
+      unit[k] += static_cast<double>(few_unit[k]);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    sums[warp][channel + k] = sum[k];
+    units[warp][channel + k] = unit[k];
+  }
+  if (lane == 0) finite_rows[warp] = finite;
+  __syncthreads();
+
+  double total = 0, direction = 0;
+  finite = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    total += sums[w][threadIdx.x];
+    direction += units[w][threadIdx.x];
+    finite += finite_rows[w];
+  }
+  if (a.means && threadIdx.x < a.dim) {
+    a.means[head][run * a.dim + threadIdx.x] = static_cast<float>(finite > 0 ? total / finite : 0.0);
+  }
+  if (threadIdx.x == 0) {
+    if (a.finite) a.finite[head][run] = finite;
+    if (a.status != nullptr && finite < end - begin) atomicOr(a.status, 1u);
+  }
+  if (!a.similarity) return;
+  const double square = warp_sum(threadIdx.x < a.dim ? direction * direction : 0.0);
+  if (lane == 0) squares[warp] = square;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  double all = 0;
+  for (int w = 0; w < kWarps; ++w) all += squares[w];
+  const auto pairs = static_cast<double>(a.block) * static_cast<double>(a.block);
+  a.similarity[head][run] = end - begin < a.block ? NAN : static_cast<float>(all / pairs);
+}
+
+// Where channel c of code r lies among the codebooks: base[c] x codes + r x depth[c] + column[c].
+struct Places {
+  uint8_t base[kMostDim], depth[kMostDim], column[kMostDim];
+};
+
+constexpr int kCentreParts = 8;
+
+// The mean of all keys of a head, and the codebooks: the means of its blocks less it.
+__global__ void __launch_bounds__(kCentreParts* kMostDim)
+    centre_kernel(int64_t codes, int dim, PerHead<const float> means, PerHead<const int32_t> finite, PerHead<float> centres,
+                  PerHead<float> codebooks, const __grid_constant__ Places places) {
+  __shared__ double sums[kCentreParts][kMostDim];
+  __shared__ int64_t rows[kCentreParts];
+  const int64_t head = blockIdx.x;
+  const int k = threadIdx.x % kMostDim, part = threadIdx.x / kMostDim;
+  double sum = 0;
+  int64_t count = 0;
+  for (int64_t r = part; r < codes; r += kCentreParts) {
+    const int32_t n = finite[head][r];
+    count += n;
+    if (k < dim) sum += static_cast<double>(n) * static_cast<double>(means[head][r * dim + k]);
+  }
+  sums[part][k] = sum;
+  if (k == 0) rows[part] = count;
+  __syncthreads();
+  sum = 0;
+  count = 0;
+  for (int i = 0; i < kCentreParts; ++i) {
+    sum += sums[i][k];
+    count += rows[i];
+  }
+  if (k >= dim) return;
+  const auto centre = static_cast<float>(count > 0 ? sum / static_cast<double>(count) : 0.0);
+  if (part == 0) centres[head][k] = centre;
+  float* codebook = codebooks[head] + places.base[k] * codes + places.column[k];
+  for (int64_t r = part; r < codes; r += kCentreParts) codebook[r * places.depth[k]] = means[head][r * dim + k] - centre;
+}
+
+void launch_runs(const Exec& exec, DType dtype, int64_t heads, const RunsLaunch& a) {
+  require(a.dim <= kMostDim && a.dim % 8 == 0, Status::unsupported,
+          "blocks on CUDA take head dimensions up to 128, multiples of 8");
+  require(heads * a.runs <= INT32_MAX, Status::size_limit, "blocks: too many for one launch");
+  auto* kernel = dtype == DType::f16 ? runs_kernel<__half> : runs_kernel<__nv_bfloat16>;
+  kernel<<<static_cast<unsigned>(heads * a.runs), kThreads, 0, stream(exec)>>>(a);
+  check_launch("blocks");
+}
+
+struct EncodeLayout {
+  PerHead<float> means;     // [codes, dim]
+  PerHead<int32_t> finite;  // [codes]
+  PerHead<float> centre;    // [dim]
+  int64_t bytes;            // per head
+
+  EncodeLayout(Arena arena, int64_t dim, int64_t codes) {
+    means.base = arena.take<float>(codes * dim);
+    finite.base = arena.take<int32_t>(codes);
+    centre.base = arena.take<float>(dim);
+    bytes = round_up(arena.used(), Arena::kAlignment);
+    means.step = finite.step = centre.step = bytes / 4;
+  }
+};
+
+}  // namespace
+
+void group_blocks(const Exec& exec, std::span<const GroupArgs> heads) {
+  const GroupArgs& args = heads[0];
+  const auto n = static_cast<int64_t>(heads.size());
+  RunsLaunch a{};
+  a.x = head_rows<const uint16_t>(heads, [](const GroupArgs& x) { return x.q; });
+  a.rows = args.rows;
+  a.count = args.count;
+  a.block = args.block;
+  a.runs = args.groups;
+  a.dim = static_cast<int>(args.q.dim);
+  a.means = per_head(heads, [](const GroupArgs& x) { return x.centroids; });
+  if (args.similarity != nullptr) a.similarity = per_head(heads, [](const GroupArgs& x) { return x.similarity; });
+  a.order = per_head(heads, [](const GroupArgs& x) { return x.order; });
+  a.labels = per_head(heads, [](const GroupArgs& x) { return x.labels; });
+  a.sizes = per_head(heads, [](const GroupArgs& x) { return x.sizes; });
+  a.offsets = per_head(heads, [](const GroupArgs& x) { return x.offsets; });
+  a.status = args.status;
+  if (args.rows != nullptr || args.count < args.q.tokens) {  // tokens outside `rows` have label -1
+    const auto bytes = static_cast<size_t>(args.q.tokens) * sizeof(int32_t);
+    const size_t pitch = n == 1 ? bytes : static_cast<size_t>(a.labels.step) * sizeof(int32_t);
+    check(cudaMemset2DAsync(a.labels.base, pitch, 0xff, bytes, static_cast<size_t>(n), stream(exec)), "clear labels");
+  }
+  launch_runs(exec, args.q.dtype, n, a);
+}
+
+int64_t encode_blocks_scratch(int64_t dim, int64_t codes) { return EncodeLayout(Arena(), dim, codes).bytes; }
+
+void encode_blocks(const Exec& exec, std::span<const EncodeArgs> heads) {
+  const EncodeArgs& args = heads[0];
+  const auto n = static_cast<int64_t>(heads.size());
+  const EncodeLayout at(Arena(args.scratch.data, args.scratch.bytes), args.k.dim, args.codes);
+  require(at.bytes * n <= args.scratch.bytes, Status::internal, "workspace layout exceeds its plan");
+  RunsLaunch a{};
+  a.x = head_rows<const uint16_t>(heads, [](const EncodeArgs& x) { return x.k; });
+  a.rows = args.rows;
+  a.count = args.count;
+  a.block = args.block;
+  a.runs = args.codes;
+  a.dim = static_cast<int>(args.k.dim);
+  a.means = at.means;
+  a.finite = at.finite;
+  a.run_labels = per_head(heads, [](const EncodeArgs& x) { return x.labels; });
+  a.copies = static_cast<int>(args.partition->size());
+  a.status = args.status;
+  launch_runs(exec, args.k.dtype, n, a);
+
+  Places places{};
+  uint8_t base = 0;
+  for (const auto& channels : *args.partition) {
+    for (size_t i = 0; i < channels.size(); ++i) {
+      const auto channel = static_cast<size_t>(channels[i]);
+      places.base[channel] = base;
+      places.depth[channel] = static_cast<uint8_t>(channels.size());
+      places.column[channel] = static_cast<uint8_t>(i);
+    }
+    base = static_cast<uint8_t>(base + channels.size());
+  }
+  centre_kernel<<<static_cast<unsigned>(n), kCentreParts * kMostDim, 0, stream(exec)>>>(
+      args.codes, a.dim, {at.means.base, at.means.step}, {at.finite.base, at.finite.step}, at.centre,
+      per_head(heads, [](const EncodeArgs& x) { return x.codebooks; }), places);
+  check_launch("blocks: codebooks");
+  const auto empty = per_head(heads, [](const EncodeArgs& x) { return x.empty; });
+  const size_t empty_bytes = args.partition->size() * sizeof(int64_t);
+  check(cudaMemset2DAsync(empty.base, n == 1 ? empty_bytes : static_cast<size_t>(empty.step) * sizeof(int64_t), 0,
+                          empty_bytes, static_cast<size_t>(n), stream(exec)),
+        "blocks: empty");
+
+  if (args.similarity == nullptr) return;
+  RunsLaunch again{};  // of what is left of k
+  again.x = a.x;
+  again.rows = a.rows;
+  again.count = a.count;
+  again.block = a.block;
+  again.runs = a.runs;
+  again.dim = a.dim;
+  again.centre = {at.centre.base, at.centre.step};
+  again.similarity = per_head(heads, [](const EncodeArgs& x) { return x.similarity; });
+  launch_runs(exec, args.k.dtype, n, again);
+}
+
+}  // namespace scope::cuda
