@@ -14,8 +14,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-double dot(const double* a, const double* b, int64_t n) { return std::inner_product(a, a + n, b, 0.0); }
-
 // One query's keys: real ones from mask OR keep, then the extra ones with their bias.
 struct Keys {
   std::vector<const double*> k, v;
@@ -61,6 +59,8 @@ void each_query(const AttendArgs& args, DType extra_dtype, const Body& body) {
 }
 
 }  // namespace
+
+double dot(const double* a, const double* b, int64_t depth) { return std::inner_product(a, a + depth, b, 0.0); }
 
 Matrix::Matrix(const float* in, int64_t row_count, int64_t column_count) : Matrix(row_count, column_count) {
   if (!data.empty()) std::copy_n(in, data.size(), data.begin());
@@ -164,6 +164,43 @@ std::vector<int32_t> sample_positions(int64_t count, int64_t n, int64_t iteratio
     positions.push_back(static_cast<int32_t>((i * count + (share * count >> 32)) / n));
   }
   return positions;
+}
+
+Matrix profiles(const Matrix& x, const Matrix& others) {
+  Matrix out(x.rows, others.rows);
+  for (int64_t i = 0; i < x.rows; ++i) {
+    double square = 1e-8;
+    for (int64_t o = 0; o < others.rows; ++o) {
+      out.row(i)[o] = dot(x.row(i), others.row(o), x.columns);
+      square += out.row(i)[o] * out.row(i)[o];
+    }
+    for (int64_t o = 0; o < others.rows; ++o) out.row(i)[o] /= std::sqrt(square);
+  }
+  return out;
+}
+
+std::vector<int32_t> most_alike(const Matrix& points, const Matrix& centroids, const Matrix& others) {
+  const Matrix x = profiles(points, others), c = profiles(centroids, others);
+  std::vector<int32_t> labels;
+  for (int64_t i = 0; i < x.rows; ++i) {
+    int32_t best = 0;
+    for (int32_t j = 1; j < c.rows; ++j) {
+      if (dot(x.row(i), c.row(j), others.rows) > dot(x.row(i), c.row(best), others.rows)) best = j;
+    }
+    labels.push_back(best);
+  }
+  return labels;
+}
+
+Coclusters cocluster(const Matrix& q, const Matrix& k, Matrix q_centroids, Matrix k_centroids, int rounds) {
+  std::vector<int32_t> q_labels, k_labels;
+  for (int round = 0; round < rounds; ++round) {
+    k_labels = most_alike(k, k_centroids, q_centroids);
+    update(k, k_labels, k_centroids);
+    q_labels = most_alike(q, q_centroids, k_centroids);
+    update(q, q_labels, q_centroids);
+  }
+  return {{std::move(q_centroids), std::move(q_labels)}, {std::move(k_centroids), std::move(k_labels)}};
 }
 
 std::vector<double> tables(const ScoreArgs& args) {

@@ -57,6 +57,18 @@ Clusters kmeans(const Matrix& points, Matrix centroids, int iterations);
 // Positions in [0, count) that a sampled iteration sees: a random one from each of n equal stretches.
 std::vector<int32_t> sample_positions(int64_t count, int64_t n, int64_t iteration, RandomStream random);
 
+// ---- co-clustering ----
+// Row x . others' over sqrt(the sum of its squares + 1e-8).
+Matrix profiles(const Matrix& x, const Matrix& others);
+double dot(const double* a, const double* b, int64_t depth);
+// Labels by the highest product of profiles, ties to the lowest index.
+std::vector<int32_t> most_alike(const Matrix& points, const Matrix& centroids, const Matrix& others);
+struct Coclusters {
+  Clusters queries, keys;
+};
+// Rounds from the given centroids, keys before queries.
+Coclusters cocluster(const Matrix& q, const Matrix& k, Matrix q_centroids, Matrix k_centroids, int rounds);
+
 // ---- score ----
 // P[c, m, r] = scale * (centroid c on the channels of m) . (code r of m)
 std::vector<double> tables(const ScoreArgs& args);

@@ -38,6 +38,8 @@ constexpr Backend kCpu = {
     .times = nullptr,
     .read = nullptr,
     .write = nullptr,
+    .cocluster = each_head<cpu::cocluster, CoclusterArgs>,
+    .cocluster_scratch = cpu::cocluster_scratch,
 };
 
 }  // namespace

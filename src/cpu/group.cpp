@@ -1,5 +1,5 @@
 // group on the CPU: K-means over all channels, or runs of tokens in raster order.
-#include "stages/group.h"
+#include "cpu/group.h"
 
 #include <algorithm>
 #include <numeric>
@@ -46,6 +46,16 @@ void runs(const Exec& exec, const GroupArgs& args, Scratch scratch) {
 
 }  // namespace
 
+void label_tokens(const GroupArgs& args) {
+  std::fill_n(args.labels, args.q.tokens, -1);
+  for (int64_t c = 0; c < args.groups; ++c) {
+    for (int64_t i = args.offsets[c]; i < args.offsets[c + 1]; ++i) {
+      args.order[i] = args.rows[args.order[i]];
+      args.labels[args.order[i]] = static_cast<int32_t>(c);
+    }
+  }
+}
+
 int64_t group_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups) {
   int64_t bytes = 0;
   Layout(Arena(), exec, tokens, dim, groups, &bytes);
@@ -56,7 +66,7 @@ void group(const Exec& exec, const GroupArgs& args) {
   const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.q.dim, args.groups);
   if (args.grouping != Grouping::kmeans) {
     runs(exec, args, at.kmeans);
-    std::copy_n(args.rows, args.count, args.order);
+    std::iota(args.order, args.order + args.count, 0);
   } else {
     std::iota(at.channels, at.channels + args.q.dim, 0);
     kmeans(exec, {.points = args.q,
@@ -75,12 +85,8 @@ void group(const Exec& exec, const GroupArgs& args) {
                   .order = args.order,
                   .offsets = args.offsets,
                   .scratch = at.kmeans});
-    for (int64_t i = 0; i < args.count; ++i) args.order[i] = args.rows[args.order[i]];
   }
-  std::fill_n(args.labels, args.q.tokens, -1);
-  for (int64_t c = 0; c < args.groups; ++c) {
-    for (int64_t i = args.offsets[c]; i < args.offsets[c + 1]; ++i) args.labels[args.order[i]] = static_cast<int32_t>(c);
-  }
+  label_tokens(args);
 }
 
 }  // namespace scope::cpu

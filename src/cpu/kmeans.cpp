@@ -1,5 +1,5 @@
 // K-means on the CPU: assignment as a blocked product with a fused argmax, update by a counting sort and ordered sums.
-#include "stages/kmeans.h"
+#include "cpu/kmeans.h"
 
 #include <algorithm>
 #include <limits>
@@ -13,34 +13,6 @@ namespace {
 
 constexpr int64_t kRowsPerChunk = 480;  // tokens that a thread assigns at a time; a multiple of kStrip
 constexpr int64_t kSumBlock = 128;      // rows added in one run before the sum moves to double
-
-struct Layout {
-  int64_t row_stride, padded_clusters;
-  float* panels;     // centroids, packed
-  float* penalty;    // [padded_clusters] half squared norms; +inf on padding
-  float* points;     // [threads, kRowsPerChunk, row_stride]
-  float* strip;      // [threads, kStrip, padded_clusters]
-  float* row;        // [threads, padded dim] for the update
-  float* block_sum;  // [threads, row_stride]
-  double* sum;       // [threads, depth]
-  int32_t* sample;   // [count] positions in `rows`
-
-  Layout(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t depth, int64_t clusters,
-         int64_t* bytes = nullptr) {
-    const int64_t threads = exec.pool->threads();
-    row_stride = round_up(std::max(dim, depth), kLanes);
-    padded_clusters = round_up(clusters, exec.kernels->panel);
-    panels = arena.take<float>(padded_clusters * depth);
-    penalty = arena.take<float>(padded_clusters);
-    points = arena.take<float>(threads * kRowsPerChunk * row_stride);
-    strip = arena.take<float>(threads * kStrip * padded_clusters);
-    row = arena.take<float>(threads * row_stride);
-    block_sum = arena.take<float>(threads * row_stride);
-    sum = arena.take<double>(threads * row_stride);
-    sample = arena.take<int32_t>(count);
-    if (bytes != nullptr) *bytes = arena.used();
-  }
-};
 
 // A run of consecutive channels is a narrower view of the same rows; anything else is picked out row by row.
 bool is_run(const KMeansArgs& args) {
@@ -59,25 +31,31 @@ void keep_channels(const KMeansArgs& args, float* rows, int64_t stride, int64_t 
   }
 }
 
-void pack_centroids(const Exec& exec, const KMeansArgs& args, const Layout& at) {
-  exec.kernels->pack(args.centroids, args.depth, args.clusters, args.depth, at.panels);
-  for (int64_t c = 0; c < at.padded_clusters; ++c) {
-    if (c >= args.clusters) {
-      at.penalty[c] = std::numeric_limits<float>::infinity();
-      continue;
-    }
-    double norm = 0;
-    for (int64_t i = 0; i < args.depth; ++i) {
-      const double x = args.centroids[c * args.depth + i];
-      norm += x * x;
-    }
-    at.penalty[c] = static_cast<float>(0.5 * norm);
-  }
+}  // namespace
+
+KMeansWork::KMeansWork(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t depth, int64_t clusters,
+                       int64_t* bytes) {
+  const int64_t threads = exec.pool->threads();
+  row_stride = round_up(std::max(dim, depth), kLanes);
+  padded_clusters = round_up(clusters, exec.kernels->panel);
+  panels = arena.take<float>(padded_clusters * depth);
+  penalty = arena.take<float>(padded_clusters);
+  points = arena.take<float>(threads * kRowsPerChunk * row_stride);
+  strip = arena.take<float>(threads * kStrip * padded_clusters);
+  row = arena.take<float>(threads * row_stride);
+  block_sum = arena.take<float>(threads * row_stride);
+  sum = arena.take<double>(threads * row_stride);
+  sample = arena.take<int32_t>(count);
+  if (bytes != nullptr) *bytes = arena.used();
 }
 
-// Labels of the tokens rows[i], i in [0, count).
-void assign(const Exec& exec, const KMeansArgs& args, const Layout& at, bool whole, const int32_t* rows, int64_t count) {
-  pack_centroids(exec, args, at);
+void pack_directions(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, const float* directions) {
+  exec.kernels->pack(directions, args.depth, args.clusters, args.depth, at.panels);
+  std::fill_n(at.penalty, args.clusters, 0.0f);
+  std::fill(at.penalty + args.clusters, at.penalty + at.padded_clusters, std::numeric_limits<float>::infinity());
+}
+
+void assign(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole, const int32_t* rows, int64_t count) {
   exec.pool->run(ceil_div(count, kRowsPerChunk), [&](int64_t chunk, int thread) {
     const int64_t first = chunk * kRowsPerChunk;
     const int64_t n = std::min(kRowsPerChunk, count - first);
@@ -94,6 +72,8 @@ void assign(const Exec& exec, const KMeansArgs& args, const Layout& at, bool who
   });
 }
 
+namespace {
+
 // Counting sort of positions by label: ascending within a label, so every sum below has one fixed order.
 void sort_by_label(const KMeansArgs& args, int64_t count) {
   std::fill_n(args.sizes, args.clusters, 0);
@@ -105,7 +85,10 @@ void sort_by_label(const KMeansArgs& args, int64_t count) {
   args.offsets[0] = 0;
 }
 
-void update(const Exec& exec, const KMeansArgs& args, const Layout& at, bool whole, const int32_t* rows) {
+}  // namespace
+
+void update(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole, const int32_t* rows, int64_t count) {
+  sort_by_label(args, count);
   exec.pool->run(args.clusters, [&](int64_t c, int thread) {
     const int64_t begin = args.offsets[c], end = args.offsets[c + 1];
     if (begin == end) return;  // an empty cluster keeps its centroid
@@ -128,12 +111,27 @@ void update(const Exec& exec, const KMeansArgs& args, const Layout& at, bool who
   });
 }
 
-void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const Layout& at, bool whole) {
+void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole) {
   for (int64_t c = 0; c < args.clusters; ++c) {
     const int32_t token = args.rows[args.random.index(static_cast<uint64_t>(c), args.count)];
     exec.kernels->load_rows(args.points, &token, 1, at.row, at.row_stride);
     if (!whole) keep_channels(args, at.row, at.row_stride, 1);
     std::copy_n(at.row, args.depth, args.centroids + c * args.depth);
+  }
+}
+
+namespace {
+
+// Half the squared length: argmax of x . c - |c|^2 / 2 is the nearest centroid.
+void pack_centroids(const Exec& exec, const KMeansArgs& args, const KMeansWork& at) {
+  pack_directions(exec, args, at, args.centroids);
+  for (int64_t c = 0; c < args.clusters; ++c) {
+    double norm = 0;
+    for (int64_t i = 0; i < args.depth; ++i) {
+      const double x = args.centroids[c * args.depth + i];
+      norm += x * x;
+    }
+    at.penalty[c] = static_cast<float>(0.5 * norm);
   }
 }
 
@@ -153,14 +151,14 @@ void draw_sample(const KMeansArgs& args, int64_t n, int iteration, int32_t* toke
 
 int64_t kmeans_scratch(const Exec& exec, int64_t count, int64_t dim, int64_t clusters) {
   int64_t bytes = 0;
-  Layout(Arena(), exec, count, dim, dim, clusters, &bytes);
+  KMeansWork(Arena(), exec, count, dim, dim, clusters, &bytes);
   return bytes;
 }
 
 void kmeans(const Exec& exec, const KMeansArgs& given) {
   KMeansArgs args = given;
-  const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.points.dim, args.depth,
-                  args.clusters);
+  const KMeansWork at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.points.dim, args.depth,
+                      args.clusters);
   const bool whole = is_run(args);
   if (whole) {
     args.points.data = args.points.row(0) + args.channels[0] * dtype_bytes(args.points.dtype);
@@ -173,9 +171,9 @@ void kmeans(const Exec& exec, const KMeansArgs& given) {
     if (small) draw_sample(args, args.sample, i, at.sample);
     const int32_t* rows = small ? at.sample : args.rows;
     const int64_t count = small ? args.sample : args.count;
+    pack_centroids(exec, args, at);
     assign(exec, args, at, whole, rows, count);
-    sort_by_label(args, count);
-    update(exec, args, at, whole, rows);
+    update(exec, args, at, whole, rows, count);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "stages/attend.h"
 #include "stages/bookkeeping.h"
+#include "stages/cocluster.h"
 #include "stages/encode.h"
 #include "stages/group.h"
 #include "stages/score.h"
@@ -55,6 +56,11 @@ struct Backend {
   bool (*times)(const Exec&, double* seconds);  // [kMoments] of the last call, after `read`; false: not recorded
   void (*read)(const Exec&, const void* from, void* host, int64_t bytes);  // waits for the stream
   void (*write)(const Exec&, const void* host, void* to, int64_t bytes);   // waits; never in a call
+
+  // Stages that a backend may lack; plans refuse what needs them.
+  void (*cocluster)(const Exec&, std::span<const CoclusterArgs> heads) = nullptr;
+  int64_t (*cocluster_scratch)(const Exec&, int64_t q_tokens, int64_t k_tokens, int64_t dim, int64_t groups,
+                               int64_t codes) = nullptr;
 };
 
 const Backend* cpu_backend();

@@ -13,8 +13,8 @@ namespace scope {
 using Partition = std::vector<std::vector<int32_t>>;
 
 // blocks: the code of a key is its position / `block` in every subspace, and a code stands for the block's mean of k minus
-// the mean of k over all `rows`.
-enum class Encoding { kmeans, blocks };
+// the mean of k over all `rows`. cocluster: together with the queries, by stages/cocluster.h instead of this stage.
+enum class Encoding { kmeans, blocks, cocluster };
 
 struct EncodeArgs {
   RowsView k;                            // [tokens, dim]

@@ -7,8 +7,9 @@
 
 namespace scope {
 
-// raster: contiguous runs whose sizes differ by at most 1; blocks: runs of `block` queries, the last may be shorter.
-enum class Grouping { kmeans, raster, blocks };
+// raster: contiguous runs whose sizes differ by at most 1; blocks: runs of `block` queries, the last may be shorter;
+// cocluster: together with the keys, by stages/cocluster.h instead of this stage.
+enum class Grouping { kmeans, raster, blocks, cocluster };
 
 struct GroupArgs {
   RowsView q;                     // [tokens, dim]

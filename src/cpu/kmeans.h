@@ -1,0 +1,32 @@
+// The steps of a clustering on the CPU, which K-means and co-clustering share.
+#pragma once
+
+#include "stages/kmeans.h"
+
+namespace scope::cpu {
+
+struct KMeansWork {
+  int64_t row_stride, padded_clusters;
+  float* panels;     // directions, packed
+  float* penalty;    // [padded_clusters] what a direction's product is lowered by; +inf on padding
+  float* points;     // [threads, rows of a chunk, row_stride]
+  float* strip;      // [threads, kStrip, padded_clusters]
+  float* row;        // [threads, padded dim] for the update
+  float* block_sum;  // [threads, row_stride]
+  double* sum;       // [threads, depth]
+  int32_t* sample;   // [count] positions in `rows`
+
+  KMeansWork(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t depth, int64_t clusters,
+             int64_t* bytes = nullptr);
+};
+
+// `whole`: the channels that take part are all of args.points, in order.
+void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole);
+// What assign compares with: x . directions[c] - at.penalty[c]; penalties are 0 after this.
+void pack_directions(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, const float* directions);
+// Labels of the tokens rows[i], i in [0, count): the highest, ties to the lowest index.
+void assign(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole, const int32_t* rows, int64_t count);
+// Sizes, order and offsets from the labels, and every centroid the mean of its tokens; an empty one stays.
+void update(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole, const int32_t* rows, int64_t count);
+
+}  // namespace scope::cpu
