@@ -12,8 +12,9 @@ namespace {
 
 struct Options {
   InputFlags input;
-  std::string methods = "scope,scope-exact,svg2,sparge", density = "0.05,0.1,0.2,0.3", samples = "128", model, json, csv,
-              plots;
+  std::string methods = "scope,scope-exact,svg2,sparge", density = "0.05,0.1,0.2,0.3", samples = "128", model, profile, json,
+              csv, plots;
+  Place place;
   int repeat = 3;
   MachineFlags machine;
 };
@@ -42,6 +43,16 @@ std::vector<Method> parse_methods(const Options& options) {
     require(!methods.back().settings.dense, Status::invalid_argument,
             "--methods: dense is what the others are compared with; it has its own line");
   }
+  if (options.profile.empty()) return methods;
+  require(options.place.step >= 0 && options.place.layer >= 0, Status::invalid_argument,
+          "--profile: needs --layer, --step and --steps, to know which densities these heads have");
+  bool taken = false;
+  for (Method& method : methods) {
+    if (method.settings.group != Grouping::cocluster) continue;
+    set_setting(method.settings, "profile", options.profile);
+    taken = true;
+  }
+  require(taken, Status::invalid_argument, "--profile: none of {} takes one; svoo does", options.methods);
   return methods;
 }
 
@@ -68,7 +79,12 @@ class Comparison {
         dense_runner_(context_, parse_method("dense", ""), input_.shape()) {
     input_.check_measurable("compare");
     // What cannot run is refused before anything is measured.
-    for (const Method& method : methods_) const Plan plan(context_, at_density(method, densities_.front()), input_.shape());
+    for (const Method& method : methods_) {
+      const Plan plan(context_, at_density(method, densities_.front()), input_.shape());
+      const Reason reason = schedule(method.settings, options.place);
+      require(reason == Reason::sparse, Status::invalid_argument, "--layer, --step: there {} is {}", method.name,
+              reason_text(reason));
+    }
     samples_ = std::min(samples_, input_.qkv.q_tokens);
   }
 
@@ -81,7 +97,7 @@ class Comparison {
     for (const Method& method : methods_) {
       Runner first(context_, at_density(method, densities_.front()), input_.shape());
       first.init_state();
-      first.run(input_.args());
+      first.run(args());
       progress.step(method.name);
       for (const double density : densities_) {
         rows_.push_back(run_method(method, density, first));
@@ -160,6 +176,12 @@ class Comparison {
     return settings;
   }
 
+  CallArgs args() const {
+    CallArgs args = input_.args();
+    args.place = options_.place;
+    return args;
+  }
+
   // Exact attention is the dearest part, and the same for all; without room for it, each measurement computes its own.
   void make_exact() {
     const Qkv& qkv = input_.qkv;
@@ -177,14 +199,14 @@ class Comparison {
   // Medians over `repeat` calls, each from the same state.
   Row measure_row(Runner& runner, const std::string& name, const std::vector<std::byte>& state) {
     std::vector<double> selection, attend, total;
-    dense_runner_.run(input_.args());
+    dense_runner_.run(args());
     const double dense = dense_runner_.stats.total;
     for (int i = 0; i < options_.repeat; ++i) {
       if (!state.empty()) {
         runner.init_state();  // a GPU uploads a state only after this
         runner.state() = state;
       }
-      runner.run(input_.args());
+      runner.run(args());
       selection.push_back(selection_seconds(runner.stats));
       attend.push_back(runner.stats.attend);
       total.push_back(runner.stats.total);
@@ -316,6 +338,13 @@ void add_compare(CLI::App& app) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   command->add_option("--model", options->model, "take settings of a known model (see `scope methods`)");
+  command->add_option("--profile", options->profile, "the setting `profile` for svoo: a CSV of `scope profile`");
+  command->add_option("--layer", options->place.layer, "the calls' layer, which must not be a dense one")
+      ->check(CLI::NonNegativeNumber);
+  CLI::Option* step = command->add_option("--step", options->place.step, "their denoising step, likewise");
+  CLI::Option* steps = command->add_option("--steps", options->place.steps, "how many denoising steps there are");
+  step->check(CLI::NonNegativeNumber)->needs(steps);
+  steps->check(CLI::PositiveNumber)->needs(step);
   command->add_option("--json", options->json, "write everything as JSON");
   command->add_option("--csv", options->csv, "write the table as CSV");
   command->add_option("--plots", options->plots,

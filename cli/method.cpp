@@ -66,7 +66,12 @@ std::vector<std::string> target_notes(const Runner& runner, double target, const
           "target density: got {}, and the least that {} keeps here is {:.4f}", target, method, density);
   std::vector<std::string> notes;
   const bool has_floor = settings.rule == Rule::hybrid || settings.rule == Rule::target || settings.rule == Rule::clusters;
-  if (has_floor && settings.alpha > target / 2) {
+  const auto lowered = std::count_if(runner.head_stats.begin(), runner.head_stats.end(),
+                                     [&](const HeadStats& head) { return head.groups > 0 && head.alpha == target / 2; });
+  if (has_floor && settings.profile != nullptr && lowered > 0) {
+    notes.push_back(fmt::format("{}: least shares of the profile lowered to {}, half the target density, in {} of {} heads",
+                                method, target / 2, lowered, runner.head_stats.size()));
+  } else if (has_floor && settings.alpha > target / 2) {
     notes.push_back(
         fmt::format("{}: alpha lowered from {} to {}, half the target density", method, settings.alpha, target / 2));
   }

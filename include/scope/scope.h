@@ -182,7 +182,7 @@ typedef struct scope_head_stats {
 
 typedef struct scope_call_stats {
   scope_reason reason;           /* what ran, and why */
-  int32_t warm;                  /* 1: every sample started from its state */
+  int32_t warm;                  /* 1: every sample started from its state, or reused it */
   int32_t iterations;            /* K-means iterations run */
   int32_t bf16_dots;             /* 1: attend used bf16 dot products */
   double density, total_density; /* means over heads */

@@ -16,6 +16,21 @@ const Method kTable[] = {
      [] {
        return Settings{.groups = 300, .partition = "even:1", .codes = 1000, .first_sample = 1.0, .rule = Rule::clusters};
      }},
+    {"svoo", "SVOO: queries and keys clustered together, 256 and 1,024, and a least share of clusters from a profile",
+     [] {
+       return Settings{.group = Grouping::cocluster,
+                       .groups = 256,
+                       .encode = Encoding::cocluster,
+                       .partition = "even:1",
+                       .codes = 1024,
+                       .first_iterations = 2,
+                       .first_sample = 1.0,
+                       .rule = Rule::clusters,
+                       .profile_low = 0.15,
+                       .profile_high = 0.2,
+                       .reuse_start = 11,
+                       .reuse_interval = 40};
+     }},
     {"sparge", "SpargeAttn, topk form: blocks of 64 queries keep half of the blocks of 128 keys, by block means",
      [] {
        return Settings{.group = Grouping::blocks,

@@ -5,6 +5,8 @@ namespace scope {
 
 namespace {
 
+constexpr Model::Svoo kWan21{0.90, 0.15, 0.20, 11, 40};
+
 const Model kTable[] = {
     {"wan2.1-t2v-14b",
      "Wan2.1 T2V 14B, 81 frames at 720p",
@@ -17,7 +19,8 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300},
+     300,
+     kWan21},
     {"wan2.1-i2v-14b",
      "Wan2.1 I2V 14B, 81 frames at 720p",
      40,
@@ -29,7 +32,8 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300},
+     300,
+     {0.90, 0.10, 0.15, 9, 20}},
     {"wan2.1-t2v-1.3b",
      "Wan2.1 T2V 1.3B, 81 frames at 480p",
      30,
@@ -41,8 +45,21 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300},
-    {"wan2.1-14b-480p", "Wan2.1 14B, 81 frames at 480p", 40, 40, 128, {44, 42, 42}, {21, 30, 52}, 50, 0.90, 0.2, false, 300},
+     300,
+     kWan21},
+    {"wan2.1-14b-480p",
+     "Wan2.1 14B, 81 frames at 480p",
+     40,
+     40,
+     128,
+     {44, 42, 42},
+     {21, 30, 52},
+     50,
+     0.90,
+     0.2,
+     false,
+     300,
+     kWan21},
     {"wan2.1-14b-distilled",
      "Wan2.1 14B, 4- to 8-step variants, 480p: no dense prefix fits",
      40,
@@ -54,9 +71,10 @@ const Model kTable[] = {
      0.90,
      0.0,
      false,
-     300},
+     300,
+     kWan21},
     {"wan2.2-a14b",
-     "Wan2.2 A14B (each of its two transformers), 81 frames at 720p",
+     "Wan2.2 T2V A14B (each of its two transformers), 81 frames at 720p",
      40,
      40,
      128,
@@ -66,7 +84,21 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300},
+     300,
+     {0.90, 0.20, 0.22, 9, 40}},
+    {"wan2.2-i2v-a14b",
+     "Wan2.2 I2V A14B (each of its two transformers), 81 frames at 720p",
+     40,
+     40,
+     128,
+     {44, 42, 42},
+     {21, 45, 80},
+     40,
+     0.90,
+     0.2,
+     false,
+     300,
+     {0.90, 0.20, 0.25, 9, 40}},
     {"wan2.2-ti2v-5b",
      "Wan2.2 TI2V 5B, 121 frames at 720p",
      30,
@@ -78,7 +110,8 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300},
+     300,
+     kWan21},
     {"hunyuanvideo-13b",
      "HunyuanVideo 13B, 129 frames at 720p, up to 256 text tokens",
      60,
@@ -90,7 +123,8 @@ const Model kTable[] = {
      0.88,
      0.1,
      true,
-     400},
+     400,
+     {0.88, 0.05, 0.10, 6, 50}},
 };
 
 }  // namespace
@@ -108,10 +142,19 @@ const Model& find_model(std::string_view name) {
 
 void apply_model(const Model& model, Settings& settings) {
   if (!keeps_codes(settings.rule)) settings.rho = model.rho;  // the baselines' are the same for every model
-  if (settings.rule == Rule::clusters) settings.groups = model.svg2_groups;
+  const bool svoo = settings.group == Grouping::cocluster;
+  if (settings.rule == Rule::clusters && !svoo) settings.groups = model.svg2_groups;
+  if (svoo) {
+    settings.rho = model.svoo.p;
+    settings.profile_low = model.svoo.low;
+    settings.profile_high = model.svoo.high;
+    settings.reuse_start = model.svoo.start;
+    settings.reuse_interval = model.svoo.interval;
+  }
   settings.dense_layers = 1;
   settings.dense_steps = model.dense_steps;
-  settings.warm_prefix = model.warm_prefix;
+  settings.warm_prefix = model.warm_prefix && !svoo;  // each of its clusterings starts from random rows
+  settings.layers = model.layers;
 }
 
 }  // namespace scope

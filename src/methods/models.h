@@ -20,6 +20,11 @@ struct Model {
   double dense_steps;
   bool warm_prefix;
   int64_t svg2_groups;  // as SVG2 publishes it; its p is 0.9 everywhere
+  // As SVOO publishes it; Wan2.1 T2V's where it does not. Its dense steps are those above.
+  struct Svoo {
+    double p, low, high;      // the least share of clusters is kept between the two
+    int64_t start, interval;  // of reuse
+  } svoo;
 };
 
 std::span<const Model> models_table();

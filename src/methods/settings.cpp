@@ -49,15 +49,15 @@ int choice(const char* name, std::string_view text, const char* const (&names)[n
   refuse(name, text, expected);
 }
 
-constexpr const char* kGroupings[] = {"kmeans", "raster", "blocks"};
-constexpr const char* kEncodings[] = {"kmeans", "blocks"};
+constexpr const char* kGroupings[] = {"kmeans", "raster", "blocks", "cocluster"};
+constexpr const char* kEncodings[] = {"kmeans", "blocks", "cocluster"};
 constexpr const char* kProxies[] = {"codes", "exact"};
 constexpr const char* kRules[] = {"fixed", "top_p", "hybrid", "online", "target", "clusters", "blocks_topk", "blocks_cdf"};
 constexpr const char* kTails[] = {"none", "first_order"};
 constexpr const char* kSwitch[] = {"no", "yes"};
 constexpr const char* kStateTypes[] = {"f32", "bf16"};
 constexpr const char* kKernels[] = {"auto", "wgmma", "portable"};
-constexpr int64_t kMostClusters = 65536;
+constexpr int64_t kMostClusters = 65536, kMostSteps = 1'000'000'000;
 
 std::string count_text(int64_t value) { return value == 0 ? "auto" : std::to_string(value); }
 
@@ -66,10 +66,10 @@ int64_t count_or_auto(const char* name, std::string_view text) {
 }
 
 const Setting kTable[] = {
-    {"group", "group", "kmeans | raster | blocks",
-     "how queries are grouped: by K-means, or in raster order as `groups` runs or as blocks of `q_block`",
+    {"group", "group", "kmeans | raster | blocks | cocluster",
+     "how queries are grouped: by K-means, in raster order as `groups` runs or as blocks of `q_block`, or with the keys",
      [](Settings& s, std::string_view t) {
-       s.group = static_cast<Grouping>(choice("group", t, kGroupings, "kmeans, raster or blocks"));
+       s.group = static_cast<Grouping>(choice("group", t, kGroupings, "kmeans, raster, blocks or cocluster"));
      },
      [](const Settings& s) { return std::string(kGroupings[static_cast<int>(s.group)]); }},
     {"groups", "group", "auto | 1..65536", "query groups; auto = clamp(ceil(tokens / 96), 16, 300)",
@@ -78,10 +78,11 @@ const Setting kTable[] = {
     {"q_block", "group", "1..65536", "queries of a block (group = blocks)",
      [](Settings& s, std::string_view t) { s.q_block = integer("q_block", t, 1, kMostClusters, "1..65536"); },
      [](const Settings& s) { return std::to_string(s.q_block); }},
-    {"encode", "encode", "kmeans | blocks",
-     "what a key's code is: its cluster in each subspace, or its block of `k_block` keys in raster order",
+    {"encode", "encode", "kmeans | blocks | cocluster",
+     "what a key's code is: its cluster in each subspace, its block of `k_block` keys in raster order, or its cluster when "
+     "clustered with the queries",
      [](Settings& s, std::string_view t) {
-       s.encode = static_cast<Encoding>(choice("encode", t, kEncodings, "kmeans or blocks"));
+       s.encode = static_cast<Encoding>(choice("encode", t, kEncodings, "kmeans, blocks or cocluster"));
      },
      [](const Settings& s) { return std::string(kEncodings[static_cast<int>(s.encode)]); }},
     {"partition", "encode", "rope | even:M | random:M", "how channels are split into subspaces; rope = the T/H/W ranges",
@@ -96,7 +97,7 @@ const Setting kTable[] = {
     {"k_block", "encode", "1..65536", "keys of a block (encode = blocks)",
      [](Settings& s, std::string_view t) { s.k_block = integer("k_block", t, 1, kMostClusters, "1..65536"); },
      [](const Settings& s) { return std::to_string(s.k_block); }},
-    {"iterations", "kmeans", "1..10000", "K-means iterations of a warm call",
+    {"iterations", "kmeans", "1..10000", "K-means iterations of a warm call; rounds of co-clustering in every call",
      [](Settings& s, std::string_view t) {
        s.iterations = static_cast<int>(integer("iterations", t, 1, 10000, "1..10000"));
      },
@@ -136,6 +137,20 @@ const Setting kTable[] = {
     {"alpha", "select", "[0, 1]", "least share of keys (hybrid, online, target) or codes (clusters) that a group keeps",
      [](Settings& s, std::string_view t) { s.alpha = share("alpha", t, true, "a share in [0, 1]"); },
      [](const Settings& s) { return fmt::format("{}", s.alpha); }},
+    {"profile", "select", "none | FILE",
+     "CSV of `scope profile`: in the place of alpha, each head's density at the call's step and layer; alpha where it has "
+     "none "
+     "(clusters)",
+     [](Settings& s, std::string_view t) {
+       s.profile = t == "none" ? nullptr : std::make_shared<const Profile>(read_profile(std::string(t)));
+     },
+     [](const Settings& s) { return s.profile == nullptr ? "none" : s.profile->path; }},
+    {"profile_low", "select", "[0, 1]", "what a density of the profile is raised to",
+     [](Settings& s, std::string_view t) { s.profile_low = share("profile_low", t, true, "a share in [0, 1]"); },
+     [](const Settings& s) { return fmt::format("{}", s.profile_low); }},
+    {"profile_high", "select", "[0, 1]", "what a density of the profile is lowered to",
+     [](Settings& s, std::string_view t) { s.profile_high = share("profile_high", t, true, "a share in [0, 1]"); },
+     [](const Settings& s) { return fmt::format("{}", s.profile_high); }},
     {"density", "select", "(0, 1]",
      "share of keys kept by every group (fixed) or on average in each head (target), or of codes by every group "
      "(blocks_topk)",
@@ -169,6 +184,18 @@ const Setting kTable[] = {
      "cluster during the scheduled dense calls too, so that the first sparse call is warm",
      [](Settings& s, std::string_view t) { s.warm_prefix = choice("warm_prefix", t, kSwitch, "no or yes") == 1; },
      [](const Settings& s) { return std::string(kSwitch[s.warm_prefix ? 1 : 0]); }},
+    {"reuse_start", "schedule", "0..1000000000", "step from which on clusters are reused (reuse_interval > 1)",
+     [](Settings& s, std::string_view t) { s.reuse_start = integer("reuse_start", t, 0, kMostSteps, "0..1000000000"); },
+     [](const Settings& s) { return std::to_string(s.reuse_start); }},
+    {"reuse_interval", "schedule", "1..1000000000",
+     "steps from one clustering to the next, from reuse_start on; between them clusters come from the state as they are",
+     [](Settings& s, std::string_view t) {
+       s.reuse_interval = integer("reuse_interval", t, 1, kMostSteps, "1..1000000000");
+     },
+     [](const Settings& s) { return std::to_string(s.reuse_interval); }},
+    {"layers", "schedule", "0..100000", "layers of the model, which a profile must have; 0 = not said",
+     [](Settings& s, std::string_view t) { s.layers = integer("layers", t, 0, 100000, "0..100000"); },
+     [](const Settings& s) { return std::to_string(s.layers); }},
     {"state_dtype", "state", "f32 | bf16", "how centroids are kept between calls; bf16 halves the state",
      [](Settings& s, std::string_view t) {
        s.state_dtype = choice("state_dtype", t, kStateTypes, "f32 or bf16") == 0 ? DType::f32 : DType::bf16;

@@ -1,11 +1,13 @@
 // Every setting of a method, in one table that also yields --help, the docs and the C ABI's scope_method_set.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 
 #include "core/tensor.h"
+#include "methods/profile.h"
 #include "stages/encode.h"
 #include "stages/group.h"
 #include "stages/score.h"
@@ -25,7 +27,7 @@ struct Settings {
   std::string partition = "rope";
   int64_t codes = 0;      // per subspace; 0: auto
   int64_t k_block = 128;  // keys of a block
-  int iterations = 2;
+  int iterations = 2;     // and rounds of co-clustering
   int first_iterations = 50;
   double first_sample = 0.1;
   uint64_t seed = 0;
@@ -33,6 +35,8 @@ struct Settings {
   Rule rule = Rule::online;
   double rho = 0.9;
   double alpha = 0.1;
+  std::shared_ptr<const Profile> profile = nullptr;  // null: alpha for every head
+  double profile_low = 0, profile_high = 1;
   double density = 0.2;
   double target_density = 0;  // 0: none
   double similarity = -0.1;
@@ -41,6 +45,8 @@ struct Settings {
   double dense_steps = 0.2;
   double dense_last_steps = 0;
   bool warm_prefix = false;
+  int64_t reuse_start = 0, reuse_interval = 1;  // steps
+  int64_t layers = 0;                           // of the model; 0: not said
   bool check_finite = true;
   DType state_dtype = DType::f32;
   KernelChoice kernel = KernelChoice::automatic;

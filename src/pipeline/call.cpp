@@ -216,7 +216,7 @@ class Call {
     stats_.warm = args_.state != nullptr && clusters();
     for (int64_t b = 0; b < plan_.shape.batch; ++b) sample(b);
     if (sparse() && !selected_) stats_.reason = Reason::nothing_to_select;
-    stats_.warm = stats_.warm && stats_.iterations > 0;
+    stats_.warm = stats_.warm && (stats_.iterations > 0 || reused_);
     end();
   }
 
@@ -340,15 +340,21 @@ class Call {
     selected_ = selected_ || selects;
 
     StateSlot next{};
-    bool warm = false;
+    bool warm = false, reused = false;
     if (clusters_here) {
       next = slot_of(s);
-      warm = open_state(b, next);
+      reused = can_reuse(s, next);
+      warm = reused || (open_state(b, next) && plan_.settings.group != Grouping::cocluster);
       stats_.warm = stats_.warm && warm;
+      reused_ = reused_ || reused;
     }
     for (int64_t h = 0; h < heads_; h += plan_.chunk) {
       const int64_t n = std::min(plan_.chunk, heads_ - h);
-      if (clusters_here) cluster(s, h, n, next, warm);
+      if (reused) {
+        reuse(s, h, next);
+      } else if (clusters_here) {
+        cluster(s, h, n, next, warm);
+      }
       if (selects) {
         sparse_heads(s, h, n, next);
       } else {
@@ -357,7 +363,7 @@ class Call {
     }
     if (!selects) report_dense(s);
     mark(Moment::other);
-    if (clusters_here && args_.state != nullptr && !keeps_slot(warm)) {
+    if (clusters_here && args_.state != nullptr && !reused && !keeps_slot(warm)) {
       backend_.set_slot(exec_, StateView(plan_, args_.state, b).slot, next);
     }
   }
@@ -434,10 +440,11 @@ class Call {
   void cluster(const Sample& s, int64_t h, int64_t n, const StateSlot& slot, bool warm) {
     const Settings& settings = plan_.settings;
     const Shape& shape = plan_.shape;
-    const int iterations = warm ? settings.iterations : settings.first_iterations;
+    const bool together = settings.group == Grouping::cocluster;
+    const int iterations = warm || together ? settings.iterations : settings.first_iterations;
     const auto subspaces = static_cast<int64_t>(plan_.partition.size());
     const bool keys = slot.codes > 0 && settings.encode == Encoding::kmeans;
-    stats_.iterations = settings.group == Grouping::kmeans || keys ? iterations : 0;
+    stats_.iterations = together || settings.group == Grouping::kmeans || keys ? iterations : 0;
     mark(Moment::other);
     if (warm) move_state(s, h, n, slot, true);
     mark(Moment::group);
@@ -463,9 +470,9 @@ class Call {
           .status = at_.status,
           .scratch = at_.scratch};
     }
-    backend_.group(exec_, {group.data(), static_cast<size_t>(n)});
+    if (!together) backend_.group(exec_, {group.data(), static_cast<size_t>(n)});
     if (slot.codes > 0) {
-      mark(Moment::encode);
+      if (!together) mark(Moment::encode);
       std::array<EncodeArgs, kMostChunk> encode;
       for (int64_t i = 0; i < n; ++i) {
         encode[static_cast<size_t>(i)] = {
@@ -487,10 +494,82 @@ class Call {
             .status = at_.status,
             .scratch = at_.scratch};
       }
-      backend_.encode(exec_, {encode.data(), static_cast<size_t>(n)});
+      if (!together) backend_.encode(exec_, {encode.data(), static_cast<size_t>(n)});
+      for (int64_t i = 0; i < n && together; ++i) {
+        const CoclusterArgs both{group[static_cast<size_t>(i)], encode[static_cast<size_t>(i)]};
+        backend_.cocluster(exec_, {&both, 1});
+      }
     }
     mark(Moment::other);
     if (args_.state != nullptr) move_state(s, h, n, slot, false);
+    if (args_.state != nullptr && plan_.reuses()) save_labels(s, h);
+  }
+
+  // Reuse is the CPU's alone: the state is host memory, and a chunk is one head.
+  int32_t* state_labels(const Sample& s, int64_t h) const {
+    return StateView(plan_, args_.state, s.index).labels + h * plan_.shape.q_tokens;
+  }
+  int32_t* state_codes(const Sample& s, int64_t h, int64_t m) const {
+    const auto subspaces = static_cast<int64_t>(plan_.partition.size());
+    return StateView(plan_, args_.state, s.index).codes + (h * subspaces + m) * plan_.shape.k_tokens;
+  }
+
+  void save_labels(const Sample& s, int64_t h) {
+    std::copy_n(at_.labels, plan_.shape.q_tokens, state_labels(s, h));
+    for (int64_t m = 0; m < static_cast<int64_t>(plan_.partition.size()); ++m) {
+      int32_t* codes = state_codes(s, h, m);
+      std::fill_n(codes, plan_.shape.k_tokens, -1);
+      backend_.scatter(exec_, at_.codes + m * s.tokens.keys, 0, at_.k_rows, s.tokens.keys, codes, 0, 1);
+    }
+  }
+
+  // Whether the state's clusters stay as they are in this call: the step says so, and they are those of the same tokens.
+  bool can_reuse(const Sample& s, const StateSlot& next) const {
+    if (!plan_.reuses() || args_.state == nullptr || args_.start == Start::first ||
+        !reuses_clusters(plan_.settings, args_.place) || !filled(s.index, next)) {
+      return false;
+    }
+    const auto fits = [](const int32_t* found, const int32_t* rows, int64_t count, int64_t tokens, int32_t clusters) {
+      for (int64_t t = 0, i = 0; t < tokens; ++t) {
+        const bool takes_part = i < count && rows[i] == t;
+        if (takes_part ? found[t] < 0 || found[t] >= clusters : found[t] != -1) return false;
+        i += takes_part ? 1 : 0;
+      }
+      return true;
+    };
+    for (int64_t h = 0; h < heads_; ++h) {
+      if (!fits(state_labels(s, h), at_.q_rows, s.tokens.queries, plan_.shape.q_tokens, next.groups)) return false;
+      for (int64_t m = 0; m < static_cast<int64_t>(plan_.partition.size()); ++m) {
+        if (!fits(state_codes(s, h, m), at_.k_rows, s.tokens.keys, plan_.shape.k_tokens, next.codes)) return false;
+      }
+    }
+    return true;
+  }
+
+  // What group and encode write, from the state.
+  void reuse(const Sample& s, int64_t h, const StateSlot& slot) {
+    mark(Moment::group);
+    move_state(s, h, 1, slot, true);
+    std::copy_n(state_labels(s, h), plan_.shape.q_tokens, at_.labels);
+    std::fill_n(at_.offsets, slot.groups + 1, 0);
+    for (int64_t i = 0; i < s.tokens.queries; ++i) ++at_.offsets[at_.labels[at_.q_rows[i]] + 1];
+    std::copy_n(at_.offsets + 1, slot.groups, at_.sizes);
+    std::partial_sum(at_.offsets, at_.offsets + slot.groups + 1, at_.offsets);
+    for (int64_t i = 0; i < s.tokens.queries; ++i) at_.order[at_.offsets[at_.labels[at_.q_rows[i]]]++] = at_.q_rows[i];
+    std::copy_backward(at_.offsets, at_.offsets + slot.groups, at_.offsets + slot.groups + 1);
+    at_.offsets[0] = 0;
+    mark(Moment::encode);
+    for (int64_t m = 0; m < static_cast<int64_t>(plan_.partition.size()); ++m) {
+      const int32_t* codes = state_codes(s, h, m);
+      auto* sizes = Arena(at_.scratch.data, at_.scratch.bytes).take<int32_t>(slot.codes);
+      std::fill_n(sizes, slot.codes, 0);
+      for (int64_t j = 0; j < s.tokens.keys; ++j) {
+        at_.codes[m * s.tokens.keys + j] = codes[at_.k_rows[j]];
+        ++sizes[codes[at_.k_rows[j]]];
+      }
+      at_.empty[m] = std::count(sizes, sizes + slot.codes, 0);
+    }
+    mark(Moment::other);
   }
 
   // score, select, attend.
@@ -542,7 +621,7 @@ class Call {
                     .sizes = at_.sizes + i * (plan_.groups + 1),
                     .rule = settings.rule,
                     .rho = settings.rho,
-                    .alpha = settings.alpha,
+                    .alpha = least_share(settings, args_.place, h + i),
                     .density = settings.density,
                     .target = settings.target_density,
                     .q_similarity = of_head(at_.q_similarity, i, plan_.groups),
@@ -716,7 +795,7 @@ class Call {
   Workspace at_;
   int64_t heads_;
   CallStats stats_;
-  bool selected_ = false;
+  bool selected_ = false, reused_ = false;
   float scale_ = 0;
   std::chrono::steady_clock::time_point start_, since_;
   Moment moment_ = Moment::end;

@@ -12,7 +12,7 @@ enum class Start : int { automatic = 0, first = 1, warm = 2 };
 
 struct CallStats {
   Reason reason = Reason::sparse;
-  bool warm = false;            // every sample started from its state
+  bool warm = false;            // every sample started from its state, or reused its clusters
   int iterations = 0;           // K-means iterations run; 0: none
   const char* arithmetic = "";  // of attend: f32, bf16 or f16
   const char* kernel = "";      // of attend: avx512, avx2, portable; wgmma or portable on a GPU

@@ -114,6 +114,33 @@ void Plan::check_codes() const {
           "codes: got {}, rule {} takes up to {} on CUDA", codes, rule, cuda::kMostRankedCodes);
 }
 
+// Queries and keys are clustered as one, over all channels in order.
+void Plan::check_cocluster() const {
+  require(settings.group == Grouping::cocluster && settings.encode == Encoding::cocluster, Status::invalid_argument,
+          "group, encode: got {} and {}, and cocluster is for both or neither", get_setting(settings, "group"),
+          get_setting(settings, "encode"));
+  require(settings.proxy == ProxyKind::codes && partition == make_partition("even:1", shape.dim, {}, 0),
+          Status::invalid_argument, "group: cocluster needs proxy codes and partition even:1, got {} and {}",
+          get_setting(settings, "proxy"), settings.partition);
+  require(backend->cocluster != nullptr, Status::unsupported, "group: CUDA has no cocluster");
+}
+
+void Plan::check_reuse() const {
+  require(settings.group != Grouping::raster && settings.group != Grouping::blocks && settings.encode != Encoding::blocks,
+          Status::invalid_argument, "reuse_interval: got {}, and group {} with encode {} has no clusters to reuse",
+          settings.reuse_interval, get_setting(settings, "group"), get_setting(settings, "encode"));
+  require(exec.device == nullptr, Status::unsupported, "reuse_interval: got {}, CUDA takes 1", settings.reuse_interval);
+}
+
+void Plan::check_profile() const {
+  require(settings.rule == Rule::clusters, Status::invalid_argument, "profile: got one, and rule {} takes none",
+          get_setting(settings, "rule"));
+  require(settings.profile_low <= settings.profile_high, Status::invalid_argument,
+          "profile_low: got {}, expected at most profile_high, {}", settings.profile_low, settings.profile_high);
+  require(exec.device == nullptr, Status::unsupported, "profile: CUDA takes none");
+  scope::check_profile(*settings.profile, shape.heads, settings.layers, settings.dense_layers);
+}
+
 Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shape_)
     : context(context_), settings(settings_), shape(shape_), backend(&context_.backend()), exec(context_.exec()) {
   check_shape(shape);
@@ -141,6 +168,9 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
       check_partition(partition, shape.dim);
     }
     if (keeps_codes(settings.rule)) check_codes();
+    if (settings.group == Grouping::cocluster || settings.encode == Encoding::cocluster) check_cocluster();
+    if (reuses()) check_reuse();
+    if (settings.profile != nullptr) check_profile();
     state_bytes = StateLayout(*this).bytes;
   }
   const auto bytes = [&](int64_t heads) {
@@ -201,9 +231,11 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
   }
   at.scratch.bytes = backend->attend_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups + 1);
   if (!settings.dense) {
+    const bool together = settings.group == Grouping::cocluster;
     at.scratch.bytes =
-        std::max({at.scratch.bytes, backend->group_scratch(exec, shape.q_tokens, dim, groups),
-                  backend->encode_scratch(exec, shape.k_tokens, dim, codes),
+        std::max({at.scratch.bytes, together ? 0 : backend->group_scratch(exec, shape.q_tokens, dim, groups),
+                  together ? 0 : backend->encode_scratch(exec, shape.k_tokens, dim, codes),
+                  together ? backend->cocluster_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups, codes) : 0,
                   backend->select_scratch(exec, shape.k_tokens, dim, groups, keeps_codes(settings.rule) ? codes : 0)});
   }
   at.scratch.bytes *= n;

@@ -94,12 +94,16 @@ struct Plan {
   int64_t workspace_bytes = 0;
   int64_t state_bytes = 0;  // 0 for dense
 
+  bool reuses() const { return !settings.dense && settings.reuse_interval > 1; }  // its states hold labels and codes too
   const char* kernel() const;  // of attend: avx512, avx2, portable; wgmma or portable on a GPU
   Workspace layout(void* memory, int64_t bytes) const;
 
  private:
   void check_device() const;
   void check_codes() const;
+  void check_cocluster() const;
+  void check_reuse() const;
+  void check_profile() const;
   Workspace cut(Arena& arena, int64_t heads) const;
 };
 

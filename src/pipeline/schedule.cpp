@@ -1,6 +1,8 @@
 // The dense layers and steps of a generation.
 #include "pipeline/schedule.h"
 
+#include <algorithm>
+
 #include "core/numeric.h"
 
 namespace scope {
@@ -15,6 +17,17 @@ Reason schedule(const Settings& settings, const Place& place) {
   if (place.step < floor_share(settings.dense_steps, place.steps)) return Reason::dense_step;
   if (place.step >= place.steps - floor_share(settings.dense_last_steps, place.steps)) return Reason::dense_last_step;
   return Reason::sparse;
+}
+
+bool reuses_clusters(const Settings& settings, const Place& place) {
+  return place.step >= settings.reuse_start && (place.step - settings.reuse_start) % settings.reuse_interval != 0;
+}
+
+double least_share(const Settings& settings, const Place& place, int64_t head) {
+  if (settings.profile == nullptr) return settings.alpha;
+  const auto found = settings.profile->densities.find({place.step, place.layer, head});
+  if (found == settings.profile->densities.end()) return settings.alpha;
+  return std::clamp(found->second, settings.profile_low, settings.profile_high);
 }
 
 const char* reason_text(Reason reason) {

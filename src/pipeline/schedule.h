@@ -23,6 +23,10 @@ enum class Reason : int {
 };
 
 Reason schedule(const Settings& settings, const Place& place);
+// Whether the clusters that a state holds stay as they are: from reuse_start on at all but every reuse_interval-th step.
+bool reuses_clusters(const Settings& settings, const Place& place);
+// The least share of keys or codes that a head's groups keep: alpha, or the profile's entry within its bounds.
+double least_share(const Settings& settings, const Place& place, int64_t head);
 const char* reason_text(Reason reason);
 
 }  // namespace scope

@@ -67,14 +67,14 @@ with tempfile.TemporaryDirectory() as folder:
     assert "scope-paper" in accept("methods") and "first_sample" in accept("methods", "--json")
     assert "make-qkv" in accept("--help") and "--dump" in accept("attend", "--help")
 
-    for method in ("svg2", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "scope:partition=even:2+rule=hybrid"):
+    for method in ("svg2", "svoo", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "scope:partition=even:2+rule=hybrid"):
         said = accept(*base, "--method", method, "--target-density", "0.3")
         assert abs(float(said.split("density ")[-1].split(",")[0]) - 0.3) < 0.02, said
     assert "nearest to 0.3" in accept(*base, "--method", "sparge:q_block=4+k_block=15", "--target-density", "0.3")
     assert "alpha lowered from 0.1 to 0.05" in accept(*base, "--method", "svg2", "--target-density", "0.1")
 
     # compare: every method and ablation at the density asked for, as a table, JSON, CSV and SVG.
-    specs = ["scope", "scope-exact", "svg2:codes=60", "sparge:q_block=4+k_block=2"]
+    specs = ["scope", "scope-exact", "svg2:codes=60", "svoo:codes=60", "sparge:q_block=4+k_block=2"]
     specs += [f"scope:partition={p}" for p in ("even:1", "even:2", "random:3", "rope", "even:4", "even:8")]
     specs += [f"scope:rule={rule}" for rule in ("top_p", "hybrid", "online")]
     compare = ("compare", GOOD, "--repeat", "1")
@@ -109,6 +109,28 @@ with tempfile.TemporaryDirectory() as folder:
     rows = list(csv.DictReader(open(f"{folder}/p.csv")))
     assert [(r["step"], r["layer"], r["head"]) for r in rows] == list(want)
     assert all(abs(float(r["density"]) - want[r["step"], r["layer"], r["head"]]) < 1e-5 for r in rows), rows
+
+    # What svoo makes of it: each head's entry within the bounds, and clusters that stay from one step to the next.
+    svoo = (*base, "--method", "svoo:codes=20", "--set", f"profile={folder}/p.csv", "--layer", "1", "--steps", "9", "--set", "dense_steps=0")
+    accept(*svoo, "--step", "0", "--stats", f"{folder}/s.json")
+    clipped = [min(max(want["0", "1", str(h)], 0.15), 0.2) for h in range(2)]
+    assert all(abs(h["alpha"] - x) < 1e-5 for h, x in zip(json.load(open(f"{folder}/s.json"))["heads"], clipped))
+    kept = f"{folder}/svoo.bin"
+    for step, iterations in ((1, 2), (2, 2), (3, 0)):
+        accept(*svoo, "--step", str(step), "--set", "reuse_start=2", "--state", kept, "--stats", f"{folder}/s.json")
+        stats = json.load(open(f"{folder}/s.json"))
+        assert stats["iterations"] == iterations and [h["alpha"] for h in stats["heads"]] == [0.1, 0.1], stats
+    place = ("--layer", "1", "--step", "3", "--steps", "9")
+    said = accept(*compare, "--methods", "svoo:codes=20,svg2:codes=20", "--profile", f"{folder}/p.csv", *place, "--density", "0.3")
+    assert "svoo:codes=20" in said
+    open(f"{folder}/bad.csv", "w").write("step,layer,head,density\n0,1,0,0.5\n0,1,one,0.5\n")
+    refuse(3, "bad.csv line 3", *svoo, "--step", "0", "--set", f"profile={folder}/bad.csv")
+    refuse(3, "nowhere.csv", *svoo, "--step", "0", "--set", f"profile={folder}/nowhere.csv")
+    open(f"{folder}/bad.csv", "w").write("step,layer,head,density\n0,1,0,0.5\n")
+    refuse(3, "has 1 heads, the shape has 2", *svoo, "--step", "0", "--set", f"profile={folder}/bad.csv")
+    refuse(2, "none of scope,svg2", *compare, "--methods", "scope,svg2", "--profile", f"{folder}/p.csv", *place)
+    refuse(2, "needs --layer", *compare, "--methods", "svoo", "--profile", f"{folder}/p.csv")
+    refuse(2, "dense_steps", *compare, "--methods", "svoo", "--step", "0", "--steps", "9")
 
     # Usage: 2.
     refuse(2, "STEP:LAYER:FILE", "profile", GOOD, "-o", OUT)

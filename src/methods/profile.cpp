@@ -1,0 +1,78 @@
+// Reads a profile's CSV, and holds it against a model's shape.
+#include "methods/profile.h"
+
+#include <charconv>
+#include <fstream>
+#include <set>
+
+namespace scope {
+
+namespace {
+
+// Takes the number at the front of `text` and the comma after it.
+template <class T>
+bool take(std::string_view& text, T& value, bool last = false) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc()) return false;
+  text.remove_prefix(static_cast<size_t>(end - text.data()));
+  if (last) return text.empty();
+  if (text.empty() || text.front() != ',') return false;
+  text.remove_prefix(1);
+  return true;
+}
+
+}  // namespace
+
+Profile read_profile(const std::string& path) {
+  std::ifstream file(path);
+  require(file.is_open(), Status::io, "profile: cannot open \"{}\"", path);
+  Profile profile;
+  profile.path = path;
+  std::string line;
+  const auto next_line = [&] {
+    if (!std::getline(file, line)) return false;
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    return true;
+  };
+  require(next_line() && line == "step,layer,head,density", Status::format,
+          "profile: {} line 1: got \"{}\", expected step,layer,head,density", path, line.substr(0, 80));
+  std::map<std::pair<int64_t, int64_t>, int64_t> heads;  // entries of each step and layer
+  for (int64_t number = 2; next_line(); ++number) {
+    int64_t step = 0, layer = 0, head = 0;
+    double density = 0;
+    std::string_view text = line;
+    require(take(text, step) && take(text, layer) && take(text, head) && take(text, density, true) && step >= 0 &&
+                layer >= 0 && head >= 0 && density >= 0 && density <= 1,
+            Status::format,
+            "profile: {} line {}: got \"{}\", expected step, layer and head from 0 and a density in [0, 1], as 10,2,0,0.25",
+            path, number, line.substr(0, 80));
+    require(profile.densities.emplace(std::tuple(step, layer, head), density).second, Status::format,
+            "profile: {} line {}: step {}, layer {}, head {} has an entry already", path, number, step, layer, head);
+    ++heads[{step, layer}];
+    profile.heads = std::max(profile.heads, head + 1);
+  }
+  require(!file.bad(), Status::io, "profile: cannot read \"{}\"", path);
+  require(!profile.densities.empty(), Status::format, "profile: {} has no entries", path);
+  for (const auto& [at, count] : heads) {
+    require(count == profile.heads, Status::format, "profile: {}: step {}, layer {} has {} of {} heads", path, at.first,
+            at.second, count, profile.heads);
+  }
+  return profile;
+}
+
+void check_profile(const Profile& profile, int64_t heads, int64_t layers, int64_t first_layer) {
+  require(profile.heads == heads, Status::shape, "profile: {} has {} heads, the shape has {}", profile.path, profile.heads,
+          heads);
+  if (layers == 0) return;
+  std::set<int64_t> found;
+  for (const auto& [at, density] : profile.densities) found.insert(std::get<1>(at));
+  require(*found.rbegin() < layers, Status::shape, "profile: {} has layer {}, the model has layers 0..{}", profile.path,
+          *found.rbegin(), layers - 1);
+  for (int64_t layer = first_layer; layer < layers; ++layer) {
+    require(found.contains(layer), Status::shape,
+            "profile: {} has {} of the model's {} layers, and layer {} is not among them", profile.path, found.size(),
+            layers, layer);
+  }
+}
+
+}  // namespace scope

@@ -1,0 +1,26 @@
+// An offline profile of a model: how dense exact attention is at each step, layer and head, as `scope profile` writes it.
+#pragma once
+
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "core/error.h"
+
+namespace scope {
+
+struct Profile {
+  std::string path;
+  int64_t heads = 0;                                                  // of every step and layer that has an entry
+  std::map<std::tuple<int64_t, int64_t, int64_t>, double> densities;  // by step, layer and head
+};
+
+// CSV: a line step,layer,head,density, then one such line per head. Throws Status::io, or Status::format with the line;
+// a step and layer that lacks some of the heads is refused.
+Profile read_profile(const std::string& path);
+
+// Throws Status::shape unless the profile has `heads` heads and, where `layers` is not 0, no layer past them and every layer
+// from `first_layer` on at some step.
+void check_profile(const Profile& profile, int64_t heads, int64_t layers, int64_t first_layer);
+
+}  // namespace scope

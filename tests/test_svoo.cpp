@@ -1,0 +1,329 @@
+// SVOO as whole calls: co-clusters and kept clusters against float64, the reuse of clusters, profiles and what is refused.
+#include <unistd.h>
+
+#include <fstream>
+
+#include "call_support.h"
+#include "methods/models.h"
+#include "reference.h"
+
+namespace scope::test {
+namespace {
+
+constexpr int64_t kDim = 24;
+
+// A file that goes when the test does.
+class TextFile {
+ public:
+  explicit TextFile(const std::string& text)
+      : path_(testing::TempDir() + "scope_profile_" + std::to_string(++count) + "_" + std::to_string(getpid()) + ".csv") {
+    std::ofstream(path_) << text;
+  }
+  ~TextFile() { std::remove(path_.c_str()); }
+  TextFile(const TextFile&) = delete;
+  TextFile& operator=(const TextFile&) = delete;
+  const char* path() const { return path_.c_str(); }
+
+ private:
+  inline static int count = 0;
+  std::string path_;
+};
+
+std::string refusal(const std::function<void()>& body, Status status) {
+  try {
+    body();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), status) << error.what();
+    return error.what();
+  }
+  return "accepted";
+}
+
+std::vector<int32_t> part(int64_t valid, const uint32_t* others) {
+  std::vector<int32_t> rows;
+  for (int64_t i = 0; i < valid; ++i) {
+    if (!mask_bit(others, i)) rows.push_back(static_cast<int32_t>(i));
+  }
+  return rows;
+}
+
+reference::Matrix gather(const std::vector<float>& x, int64_t head, int64_t tokens, const std::vector<int32_t>& rows) {
+  const RowsView view{x.data() + head * tokens * kDim, DType::f32, tokens, kDim, kDim};
+  return reference::gather(view, rows.data(), static_cast<int64_t>(rows.size()), nullptr, kDim);
+}
+
+// Two samples with padding, text keys that all see and text queries that see all: groups and kept keys from q and k alone.
+TEST(Svoo, FollowsItsRulesFromQAndK) {
+  const Inputs in(2, 2, 150, 170, kDim, 5);
+  Extra extra;
+  extra.q_lengths = {150, 131};
+  extra.k_lengths = {170, 141};
+  extra.keep.assign(2 * 6, 0);
+  extra.dense_queries.assign(2 * 5, 0);
+  for (int64_t b = 0; b < 2; ++b) {
+    for (const int64_t j : {3, 100, 139}) set_mask_bit(extra.keep.data() + b * 6, j);
+    for (const int64_t i : {0, 77}) set_mask_bit(extra.dense_queries.data() + b * 5, i);
+  }
+  extra.place = {3, 20, 50};
+  const TextFile profile("step,layer,head,density\n20,3,0,0.5\n20,3,1,0.01\n");
+  Shape shape = in.shape();
+  shape.dense_queries = true;
+  const Context context(2);
+  for (const double p : {0.3, 0.9, 1.0}) {
+    Settings settings = method("svoo", {{"groups", "9"}, {"codes", "20"}, {"profile", profile.path()}});
+    settings.rho = p;
+    const Plan plan(context, settings, shape);
+    const Result result = run(plan, in, extra);
+    expect_consistent(in, plan, result, extra);
+    EXPECT_EQ(result.stats.iterations, 2);
+    EXPECT_FALSE(result.stats.warm);
+    const int64_t words = mask_words(in.k_tokens);
+    for (int64_t head = 0; head < 4; ++head) {
+      const int64_t b = head / 2;
+      const double least = head % 2 == 0 ? 0.2 : 0.15;  // the profile's entries, clipped
+      EXPECT_EQ(result.heads[static_cast<size_t>(head)].alpha, least);
+      const auto q_rows = part(extra.q_lengths[static_cast<size_t>(b)], extra.dense_queries.data() + b * 5);
+      const auto k_rows = part(extra.k_lengths[static_cast<size_t>(b)], extra.keep.data() + b * 6);
+      const auto q = gather(in.q, head, in.q_tokens, q_rows), k = gather(in.k, head, in.k_tokens, k_rows);
+      const auto both =
+          reference::cocluster(q, k, reference::start_rows(q, 9, {}), reference::start_rows(k, 20, {.tensor = 1}), 2);
+      std::vector<int64_t> sizes(20);
+      for (const int32_t code : both.keys.labels) ++sizes[static_cast<size_t>(code)];
+      for (size_t i = 0; i < q_rows.size(); ++i) {
+        const int32_t label = result.labels[static_cast<size_t>(head * in.q_tokens + q_rows[i])];
+        ASSERT_EQ(label, both.queries.labels[i]) << "head " << head << " query " << q_rows[i];
+        std::vector<double> scores;
+        for (int64_t r = 0; r < 20; ++r) {
+          scores.push_back(reference::dot(both.queries.centroids.row(label), both.keys.centroids.row(r), kDim) /
+                           std::sqrt(1.0 * kDim));
+        }
+        const auto kept = reference::svg2_clusters(scores, sizes, p, least);
+        const uint32_t* mask = result.mask.data() + (head * plan.selection_groups + label) * words;
+        for (size_t j = 0; j < k_rows.size(); ++j) {
+          ASSERT_EQ(mask_bit(mask, k_rows[j]), std::binary_search(kept.begin(), kept.end(), both.keys.labels[j]))
+              << "head " << head << " query " << q_rows[i] << " key " << k_rows[j];
+        }
+      }
+    }
+  }
+}
+
+struct State {
+  explicit State(const Plan& plan) : memory(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1) {
+    init_state(plan, memory.data());
+  }
+  std::vector<std::max_align_t> memory;
+};
+
+// From step 2 on every third step clusters; between them labels, codes, centroids and with them the selection stay, while
+// attention is that of the new q, k, v. So for K-means, whose clusterings start from the state.
+TEST(Svoo, ClustersAreReusedBetweenTheStepsThatMakeThem) {
+  const Context context(2);
+  for (const char* name : {"svoo", "scope", "scope-exact"}) {
+    SCOPED_TRACE(name);
+    const Settings settings = method(name, {{"partition", "even:1"},
+                                            {"groups", "7"},
+                                            {"codes", "30"},
+                                            {"reuse_start", "2"},
+                                            {"reuse_interval", "3"},
+                                            {"dense_steps", "0"}});
+    const Plan plan(context, settings, Inputs(2, 2, 120, 140, kDim, 1).shape());
+    Settings fresh = settings;
+    fresh.reuse_interval = 1;
+    const Plan fresh_plan(context, fresh, plan.shape);
+    const int64_t codes = std::string(name) == "scope-exact" ? 0 : round_up(2 * 2 * 140 * 4, 64);
+    EXPECT_EQ(plan.state_bytes, fresh_plan.state_bytes + round_up(2 * 2 * 120 * 4, 64) + codes);
+    State state(plan);
+    Extra extra;
+    extra.state = state.memory.data();
+    extra.q_lengths = {120, 90};
+    extra.k_lengths = {140, 101};
+    Result last;
+    for (const int64_t step : {0, 1, 2, 3, 4, 5, 6}) {
+      SCOPED_TRACE(fmt::format("step {}", step));
+      const Inputs in(2, 2, 120, 140, kDim, static_cast<uint32_t>(step));
+      extra.place = {1, step, 10};
+      const Result now = run(plan, in, extra);
+      ASSERT_NO_FATAL_FAILURE(expect_consistent(in, plan, now, extra));
+      const bool reused = step == 3 || step == 4 || step == 6;
+      EXPECT_EQ(now.stats.iterations == 0, reused);
+      EXPECT_EQ(now.stats.warm, reused || (step > 0 && std::string(name) != "svoo"));
+      EXPECT_EQ(last.labels == now.labels, reused);
+      const bool keys_scored = std::string(name) == "scope-exact";  // by this call's k
+      EXPECT_EQ(last.mask == now.mask, reused && !keys_scored);
+      if (std::string(name) == "svoo" && !reused) {  // no clustering starts from another
+        Extra alone = extra;
+        alone.state = nullptr;
+        EXPECT_EQ(run(plan, in, alone).out, now.out);
+      }
+      if (reused) {
+        EXPECT_EQ(last.sizes, now.sizes);
+        EXPECT_EQ(last.heads[0].empty_codes, now.heads[0].empty_codes);
+        // Without a state, without a step, or told to start anew, every call clusters.
+        Extra other = extra;
+        other.place.step = -1;
+        State copy = state;
+        other.state = copy.memory.data();
+        EXPECT_NE(run(plan, in, other).stats.iterations, 0);
+        other.place = extra.place;
+        other.start = Start::first;
+        EXPECT_NE(run(plan, in, other).stats.iterations, 0);
+        other.state = nullptr;
+        EXPECT_NE(run(plan, in, other).stats.iterations, 0);
+      }
+      last = now;
+    }
+  }
+}
+
+// Labels of other tokens, or bytes that are no labels, are not reused.
+TEST(Svoo, AStateOfOtherTokensIsNotReused) {
+  const Context context(1);
+  const Inputs in(1, 2, 120, 140, kDim, 1);
+  const Settings settings = method("svoo", {{"groups", "7"}, {"codes", "30"}, {"reuse_start", "0"}, {"dense_steps", "0"}});
+  const Plan plan(context, settings, in.shape());
+  State state(plan);
+  Extra extra;
+  extra.state = state.memory.data();
+  extra.place = {1, 0, 10};
+  run(plan, in, extra);
+  extra.place.step = 1;
+  EXPECT_EQ(run(plan, in, extra).stats.iterations, 0);
+  const State saved = state;
+  const auto clusters_again = [&](const Extra& with) {
+    const Result result = run(plan, in, with);
+    expect_consistent(in, plan, result, with);
+    state = saved;
+    return result.stats.iterations == 2 && !result.stats.warm;
+  };
+  Extra other = extra;
+  other.q_lengths = {119};
+  EXPECT_TRUE(clusters_again(other));
+  other = extra;
+  other.k_lengths = {100};
+  EXPECT_TRUE(clusters_again(other));
+  other = extra;
+  other.keep.assign(5, 0);
+  set_mask_bit(other.keep.data(), 17);
+  EXPECT_TRUE(clusters_again(other));
+  for (const int32_t label : {-1, 30, INT32_MAX, INT32_MIN}) {
+    StateView(plan, state.memory.data(), 0).codes[140 + 5] = label;
+    EXPECT_TRUE(clusters_again(extra)) << label;
+    StateView(plan, state.memory.data(), 0).labels[120 + 5] = label;
+    EXPECT_TRUE(clusters_again(extra)) << label;
+  }
+  EXPECT_FALSE(clusters_again(extra));
+  // Nor is a state for other token counts, or without labels, taken.
+  const Plan longer(context, settings, Inputs(1, 2, 121, 140, kDim, 1).shape());
+  EXPECT_EQ(status_of([&] { check_state(longer, state.memory.data()); }), Status::shape);
+  Settings always = settings;
+  always.reuse_interval = 1;
+  EXPECT_EQ(status_of([&] { check_state(Plan(context, always, in.shape()), state.memory.data()); }), Status::shape);
+}
+
+TEST(Svoo, LeastSharesComeFromTheProfile) {
+  const TextFile file("step,layer,head,density\n7,2,0,0.17\n7,2,1,0.9\r\n7,3,0,0\n7,3,1,0.2\n");
+  const Settings settings = method("svoo", {{"profile", file.path()}});
+  EXPECT_EQ(get_setting(settings, "profile"), file.path());
+  EXPECT_EQ(least_share(settings, {2, 7, 50}, 0), 0.17);
+  EXPECT_EQ(least_share(settings, {2, 7, 50}, 1), 0.20);
+  EXPECT_EQ(least_share(settings, {3, 7, 50}, 0), 0.15);
+  EXPECT_EQ(least_share(settings, {2, 8, 50}, 0), 0.1);  // no entry: not clipped
+  EXPECT_EQ(least_share(settings, {4, 7, 50}, 1), 0.1);
+  EXPECT_EQ(least_share(settings, {-1, -1, 0}, 1), 0.1);
+  Settings none = settings;
+  set_setting(none, "profile", "none");
+  EXPECT_EQ(get_setting(none, "profile"), "none");
+  EXPECT_EQ(least_share(none, {2, 7, 50}, 0), 0.1);
+}
+
+TEST(Svoo, RefusesProfilesThatAreNone) {
+  const auto said = [](const std::string& text) {
+    const TextFile file(text);
+    return refusal([&] { read_profile(file.path()); }, Status::format);
+  };
+  const std::string head = "step,layer,head,density\n";
+  EXPECT_NE(refusal([] { read_profile("/nowhere/profile.csv"); }, Status::io).find("/nowhere/profile.csv"),
+            std::string::npos);
+  EXPECT_NE(said("").find("line 1"), std::string::npos);
+  EXPECT_NE(said("step,layer,density\n1,2,3\n").find("line 1"), std::string::npos);
+  EXPECT_NE(said(head).find("no entries"), std::string::npos);
+  for (const char* line :
+       {"", "1,2,0", "1,2,0,", "1,2,0,x", "1,2,0,0.5,1", "1,2,0,0.5 ", "-1,2,0,0.5", "1,-2,0,0.5", "1,2,-1,0.5",
+        "1,2,0,1.01", "1,2,0,-0.1", "1,2,0,nan", "1.5,2,0,0.5", "1;2;0;0.5", "99999999999999999999,2,0,0.5"}) {
+    EXPECT_NE(said(head + "0,2,0,0.5\n" + line + "\n0,2,1,0.5\n").find("line 3"), std::string::npos) << line;
+  }
+  EXPECT_NE(said(head + "0,2,0,0.5\n0,2,0,0.5\n").find("line 3"), std::string::npos);
+  EXPECT_NE(said(head + "0,2,0,0.5\n0,2,1,0.5\n0,3,1,0.5\n").find("layer 3 has 1 of 2 heads"), std::string::npos);
+}
+
+TEST(Svoo, RefusesProfilesOfAnotherModel) {
+  const Context context(1);
+  const Inputs in(1, 2, 40, 40, kDim, 1);
+  const auto plan = [&](const std::string& rows, std::initializer_list<std::pair<const char*, const char*>> more) {
+    const TextFile file("step,layer,head,density\n" + rows);
+    Settings settings = method("svoo", more);
+    set_setting(settings, "profile", file.path());
+    return refusal([&] { Plan(context, settings, in.shape()); }, Status::shape);
+  };
+  const std::string one = "0,1,0,0.5\n0,1,1,0.5\n", two = "4,2,0,0.5\n4,2,1,0.5\n";
+  EXPECT_EQ(plan(one, {}), "accepted");
+  EXPECT_EQ(plan(one + two, {{"layers", "3"}}), "accepted");  // layer 0 is dense
+  EXPECT_NE(plan("0,1,0,0.5\n", {}).find("has 1 heads, the shape has 2"), std::string::npos);
+  EXPECT_NE(plan(one + "0,1,2,0.5\n", {}).find("has 3 heads, the shape has 2"), std::string::npos);
+  EXPECT_NE(plan(one + two, {{"layers", "2"}}).find("has layer 2, the model has layers 0..1"), std::string::npos);
+  EXPECT_NE(plan(two, {{"layers", "3"}}).find("has 1 of the model's 3 layers, and layer 1"), std::string::npos);
+  EXPECT_NE(plan(one + two, {{"layers", "3"}, {"dense_layers", "0"}}).find("layer 0"), std::string::npos);
+}
+
+TEST(Svoo, RefusesWhatDoesNotGoTogether) {
+  const Context context(1);
+  const Inputs in(1, 1, 40, 40, kDim, 1);
+  const TextFile file("step,layer,head,density\n0,1,0,0.5\n");
+  const auto said = [&](const char* name, std::initializer_list<std::pair<const char*, const char*>> set) {
+    return refusal([&] { Plan(context, method(name, set), in.shape()); }, Status::invalid_argument);
+  };
+  EXPECT_NE(said("svoo", {{"group", "kmeans"}}).find("both or neither"), std::string::npos);
+  EXPECT_NE(said("svoo", {{"encode", "kmeans"}}).find("both or neither"), std::string::npos);
+  EXPECT_NE(said("svoo", {{"rule", "online"}, {"partition", "even:2"}}).find("even:1"), std::string::npos);
+  EXPECT_NE(said("svoo", {{"partition", "random:1"}}).find("even:1"), std::string::npos);
+  EXPECT_NE(said("svoo", {{"rule", "online"}, {"proxy", "exact"}}).find("proxy codes"), std::string::npos);
+  EXPECT_NE(said("svoo", {{"rule", "online"}, {"profile", file.path()}}).find("takes none"), std::string::npos);
+  EXPECT_NE(said("svoo", {{"profile", file.path()}, {"profile_low", "0.3"}}).find("profile_high"), std::string::npos);
+  EXPECT_NE(said("sparge", {{"reuse_interval", "2"}}).find("no clusters to reuse"), std::string::npos);
+  EXPECT_EQ(said("svg2", {{"reuse_interval", "2"}, {"profile", file.path()}, {"profile_low", "0.1"}}), "accepted");
+  EXPECT_EQ(said("svoo", {{"rule", "online"}}), "accepted");
+}
+
+TEST(Svoo, ModelsHaveTheirPublishedValues) {
+  struct {
+    const char* model;
+    double p, low, high;
+    int64_t start, interval, dense;
+  } const published[] = {{"wan2.1-t2v-14b", 0.90, 0.15, 0.20, 11, 40, 10},
+                         {"wan2.1-i2v-14b", 0.90, 0.10, 0.15, 9, 20, 8},
+                         {"wan2.2-a14b", 0.90, 0.20, 0.22, 9, 40, 8},
+                         {"wan2.2-i2v-a14b", 0.90, 0.20, 0.25, 9, 40, 8},
+                         {"hunyuanvideo-13b", 0.88, 0.05, 0.10, 6, 50, 5}};
+  for (const auto& row : published) {
+    SCOPED_TRACE(row.model);
+    const Model& model = find_model(row.model);
+    Settings settings = find_method("svoo").settings();
+    apply_model(model, settings);
+    EXPECT_EQ(settings.rho, row.p);
+    EXPECT_EQ(settings.profile_low, row.low);
+    EXPECT_EQ(settings.profile_high, row.high);
+    EXPECT_EQ(settings.groups, 256);
+    EXPECT_EQ(settings.codes, 1024);
+    EXPECT_EQ(settings.layers, model.layers);
+    EXPECT_FALSE(settings.warm_prefix);
+    for (int64_t step = 0; step < model.steps; ++step) {
+      EXPECT_EQ(schedule(settings, {1, step, model.steps}) == Reason::dense_step, step < row.dense) << step;
+      const bool clusters = step < row.start || (step - row.start) % row.interval == 0;
+      EXPECT_EQ(reuses_clusters(settings, {1, step, model.steps}), !clusters) << step;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace scope::test
