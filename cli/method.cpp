@@ -65,15 +65,18 @@ std::vector<std::string> target_notes(const Runner& runner, double target, const
   require(!least || density <= target + kCloseEnough, Status::unsupported,
           "target density: got {}, and the least that {} keeps here is {:.4f}", target, method, density);
   std::vector<std::string> notes;
-  const bool has_floor = settings.rule == Rule::hybrid || settings.rule == Rule::target || settings.rule == Rule::clusters;
+  const bool has_floor = settings.rule == Rule::hybrid || settings.rule == Rule::target || settings.rule == Rule::clusters ||
+                         settings.rule == Rule::error_aware;
+  const double most = target / (settings.rule == Rule::error_aware ? 4 : 2);
+  const char* part = settings.rule == Rule::error_aware ? "a quarter of" : "half";
   const auto lowered = std::count_if(runner.head_stats.begin(), runner.head_stats.end(),
-                                     [&](const HeadStats& head) { return head.groups > 0 && head.alpha == target / 2; });
+                                     [&](const HeadStats& head) { return head.groups > 0 && head.alpha == most; });
   if (has_floor && settings.profile != nullptr && lowered > 0) {
-    notes.push_back(fmt::format("{}: least shares of the profile lowered to {}, half the target density, in {} of {} heads",
-                                method, target / 2, lowered, runner.head_stats.size()));
-  } else if (has_floor && settings.alpha > target / 2) {
+    notes.push_back(fmt::format("{}: least shares of the profile lowered to {}, {} the target density, in {} of {} heads",
+                                method, most, part, lowered, runner.head_stats.size()));
+  } else if (has_floor && settings.alpha > most) {
     notes.push_back(
-        fmt::format("{}: alpha lowered from {} to {}, half the target density", method, settings.alpha, target / 2));
+        fmt::format("{}: alpha lowered from {} to {}, {} the target density", method, settings.alpha, most, part));
   }
   if (std::abs(density - target) > kCloseEnough) {
     notes.push_back(fmt::format("{}: density {:.4f} is the nearest to {} that can be reached", method, density, target));

@@ -310,6 +310,59 @@ std::vector<int64_t> svg2_clusters(const std::vector<double>& scores, const std:
   return kept;
 }
 
+ClusterErrors cluster_errors(const Proxy& proxy, const RowsView& v, int64_t group) {
+  const Matrix values = gather(v, proxy.rows, proxy.count, nullptr, v.dim);
+  Matrix means(proxy.codes, v.dim);
+  update(values, std::vector<int32_t>(proxy.labels, proxy.labels + proxy.count), means);
+  Proxy exact = proxy;
+  exact.kind = ProxyKind::exact;
+  const std::vector<double> scores = score_row(exact, group);
+  const float* table = proxy.tables + group * proxy.codes;
+  ClusterErrors out{.high = *std::max_element(scores.begin(), scores.end()),
+                    .error = std::vector<double>(static_cast<size_t>(proxy.codes)),
+                    .terms = std::vector<double>(static_cast<size_t>(proxy.codes))};
+  for (int64_t j = 0; j < proxy.codes; ++j) out.high = std::max(out.high, static_cast<double>(table[j]));
+  for (int64_t t = 0; t < proxy.count; ++t) {
+    const int32_t j = proxy.labels[t];
+    const double key = std::exp(scores[static_cast<size_t>(t)] - out.high);
+    const double centroid = std::exp(static_cast<double>(table[j]) - out.high);
+    for (int64_t c = 0; c < v.dim; ++c) {
+      const double a = key * values.row(t)[c], b = centroid * means.row(j)[c];
+      out.error[static_cast<size_t>(j)] += (a - b) * (a - b);
+      out.terms[static_cast<size_t>(j)] += a * a + b * b;
+    }
+  }
+  return out;
+}
+
+std::vector<int64_t> ear_clusters(const std::vector<double>& scores, const std::vector<int64_t>& sizes,
+                                  const std::vector<double>& errors, double p, double min_ratio) {
+  const auto share = [&](double ratio) {
+    return std::max<int64_t>(1, std::llround(ratio * 1e6) * static_cast<int64_t>(sizes.size()) / 1'000'000);
+  };
+  // SVG2's order is what it keeps when it must keep r clusters and no more.
+  const auto first = [&](int64_t r) {
+    return svg2_clusters(scores, sizes, -1, static_cast<double>(r) / static_cast<double>(sizes.size()) + 1e-6);
+  };
+  std::vector<int64_t> budget_clusters = svg2_clusters(scores, sizes, p, 2 * min_ratio);
+  int64_t budget = 0, cost = 0;
+  for (const int64_t j : budget_clusters) budget += sizes[static_cast<size_t>(j)];
+  std::vector<int64_t> kept = first(std::min<int64_t>(share(min_ratio), static_cast<int64_t>(sizes.size()))), rest;
+  for (const int64_t j : kept) cost += sizes[static_cast<size_t>(j)];
+  for (size_t j = 0; j < sizes.size(); ++j) {
+    if (sizes[j] > 0 && !std::binary_search(kept.begin(), kept.end(), j)) rest.push_back(static_cast<int64_t>(j));
+  }
+  std::stable_sort(rest.begin(), rest.end(),
+                   [&](int64_t a, int64_t b) { return errors[static_cast<size_t>(a)] > errors[static_cast<size_t>(b)]; });
+  for (const int64_t j : rest) {
+    if (cost >= budget) break;
+    kept.push_back(j);
+    cost += sizes[static_cast<size_t>(j)];
+  }
+  std::sort(kept.begin(), kept.end());
+  return kept;
+}
+
 std::vector<int64_t> sparge_blocks(std::vector<double> scores, const std::vector<bool>& similar, bool query_similar,
                                    SpargeForm form) {
   const auto n = static_cast<int64_t>(scores.size());

@@ -92,6 +92,16 @@ std::vector<int64_t> top_keys(const std::vector<double>& scores, int64_t r);
 // before it is <= p of all, or r <= floor(min_ratio clusters); p >= 1 keeps all.
 std::vector<int64_t> svg2_clusters(const std::vector<double>& scores, const std::vector<int64_t>& sizes, double p,
                                    double min_ratio);
+// SVG-EAR, one group: E_j = sum over the keys t of cluster j of |e^(s_t - high) v_t - e^(s_j - high) v_j|^2 with v_j their
+// mean value and `high` the highest logit, and the same sum of |e^(s_t - high) v_t|^2 + |e^(s_j - high) v_j|^2.
+struct ClusterErrors {
+  double high = 0;
+  std::vector<double> error, terms;
+};
+ClusterErrors cluster_errors(const Proxy& proxy, const RowsView& v, int64_t group);
+// SVG-EAR: the clusters that a group keeps, ascending; `errors` are log E_j - log n_j.
+std::vector<int64_t> ear_clusters(const std::vector<double>& scores, const std::vector<int64_t>& sizes,
+                                  const std::vector<double>& errors, double p, double min_ratio);
 // SpargeAttn: the key blocks that a query block keeps, ascending. Dissimilar ones score -inf. `similar`: one per key block.
 struct SpargeForm {
   double topk = 0;  // > 0: the topk form

@@ -40,6 +40,8 @@ constexpr Backend kCpu = {
     .write = nullptr,
     .cocluster = each_head<cpu::cocluster, CoclusterArgs>,
     .cocluster_scratch = cpu::cocluster_scratch,
+    .compensate = each_head<cpu::compensate, CompensateArgs>,
+    .compensate_scratch = cpu::compensate_scratch,
 };
 
 }  // namespace

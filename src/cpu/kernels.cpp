@@ -393,6 +393,20 @@ void bin(const float* row, int64_t n, float high, float per_bin, int32_t last, i
   }
 }
 
+void exp(float* x, int64_t n) {
+  const auto of = [](V v) HWY_ATTR {
+    const V below = exp2_nonpositive(hn::Mul(hn::Neg(hn::Abs(v)), hn::Set(df, 1.44269504f)));
+    return hn::IfThenElse(hn::Gt(v, hn::Zero(df)), hn::Div(hn::Set(df, 1.0f), below), below);
+  };
+  int64_t j = 0;
+  for (; j + L <= n; j += L) hn::StoreU(of(hn::LoadU(df, x + j)), df, x + j);
+  if (j == n) return;
+  HWY_ALIGN float tail[L] = {};
+  std::copy(x + j, x + n, tail);
+  hn::Store(of(hn::Load(df, tail)), df, tail);
+  std::copy_n(tail, n - j, x + j);
+}
+
 void above(const float* row, int64_t n, float threshold, uint32_t* words) {
   const V limit = hn::Set(df, threshold);
   int64_t j = 0;
@@ -442,8 +456,8 @@ bool all_within(const RowsView& src, const int32_t* rows, int64_t count, float l
 #define SCOPE_NAME "portable"
 #endif
 
-const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack, dot,   accumulate,
-                          argmax,     add,    lookup,    min_max,   bin,  above, all_within};
+const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack, dot,   accumulate, argmax,
+                          add,        lookup, min_max,   bin,       exp,  above, all_within};
 
 void pack_q_f32(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* out, int64_t stride) {
   base.load_rows(src, rows, count, static_cast<float*>(out), stride);

@@ -43,6 +43,8 @@ struct Kernels {
   void (*min_max)(const float* row, int64_t n, float* low, float* high);
   // bins[j] = min(int((high - row[j]) * per_bin), last); when mass is given, mass[j] = exp(row[j] - high).
   void (*bin)(const float* row, int64_t n, float high, float per_bin, int32_t last, int32_t* bins, float* mass);
+  // exp of each, in place, for |x| < 87; 0 below.
+  void (*exp)(float* x, int64_t n);
   // Bits of row[j] > threshold into words [ceil(n / 32)].
   void (*above)(const float* row, int64_t n, float threshold, uint32_t* words);
   // Whether every |x| <= limit; false for NaN.

@@ -19,17 +19,19 @@ struct Ranked {
 };
 
 struct Layout {
-  int32_t* sizes;  // [codes] keys of each code
-  int32_t* order;  // [groups, codes] codes as the group keeps them: those that all keep, then by weight
-  int32_t* keys;   // [groups, codes] keys up to and with each
-  double* mass;    // [groups, codes] share of the weight up to and with each; 0 for those that all keep
-  Ranked* ranked;  // [threads, codes]
-  float* kept;     // [threads, codes] 1 or 0
+  int32_t* sizes;      // [codes] keys of each code
+  int32_t* order;      // [groups, codes] codes as the group keeps them: those that all keep, then by weight, then by error
+  int32_t* kept_keys;  // [groups, codes] keys up to and with each
+  int32_t* keys;       // [groups, codes] the same where all are by weight
+  double* mass;        // [groups, codes] share of the weight up to and with each by weight; 0 for those that all keep
+  Ranked* ranked;      // [threads, codes]
+  float* kept;         // [threads, codes] 1 or 0
 
   Layout(Arena arena, const Exec& exec, int64_t groups, int64_t codes, int64_t* bytes = nullptr) {
     const int64_t threads = exec.pool->threads();
     sizes = arena.take<int32_t>(codes);
     order = arena.take<int32_t>(groups * codes);
+    kept_keys = arena.take<int32_t>(groups * codes);
     keys = arena.take<int32_t>(groups * codes);
     mass = arena.take<double>(groups * codes);
     ranked = arena.take<Ranked>(threads * codes);
@@ -44,7 +46,7 @@ class CodeSelector {
       : exec_(exec),
         args_(args),
         codes_(args.proxy.codes),
-        blocks_(args.rule != Rule::clusters),
+        blocks_(args.rule == Rule::blocks_topk || args.rule == Rule::blocks_cdf),
         at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.groups, args.proxy.codes) {}
 
   void run() {
@@ -53,7 +55,8 @@ class CodeSelector {
     for (int64_t j = 0; j < proxy.count; ++j) ++at_.sizes[proxy.labels[j]];
     for (int64_t r = 0; r < codes_; ++r) always_ += always(r) ? 1 : 0;
     *args_.head_budget = 0;
-    *args_.alpha_used = args_.target > 0 ? std::min(args_.alpha, args_.target / 2) : args_.alpha;
+    const double most = args_.target / (args_.rule == Rule::error_aware ? 4 : 2);
+    *args_.alpha_used = args_.target > 0 ? std::min(args_.alpha, most) : args_.alpha;
     each_group([&](int64_t c, int thread) { rank(c, at_.ranked + thread * codes_); });
     const double given = args_.rule == Rule::blocks_topk ? share(floor_share(args_.density, codes_)) : args_.rho;
     const double bound = args_.target > 0 ? solve() : given;
@@ -70,6 +73,10 @@ class CodeSelector {
     exec_.pool->run(args_.proxy.groups, [&](int64_t c, int thread) {
       if (args_.sizes[c] > 0) body(c, thread);
     });
+  }
+
+  static bool heavier(const Ranked& a, const Ranked& b) {
+    return a.weight != b.weight ? a.weight > b.weight : a.code < b.code;
   }
 
   // NaN is not similar.
@@ -93,8 +100,7 @@ class CodeSelector {
       total += ranked[r].weight;
     }
     require(std::isfinite(total), Status::non_finite, "proxy scores are not finite");
-    std::sort(ranked, ranked + codes_,
-              [](const Ranked& a, const Ranked& b) { return a.weight != b.weight ? a.weight > b.weight : a.code < b.code; });
+    std::sort(ranked, ranked + codes_, heavier);
     double mass = 0;
     int32_t keys = 0;
     for (int64_t r = 0; r < codes_; ++r) {
@@ -104,6 +110,25 @@ class CodeSelector {
       at_.mass[c * codes_ + r] = total > 0 ? mass / total : 0.0;
       at_.keys[c * codes_ + r] = keys;
     }
+    if (args_.rule == Rule::error_aware) rank_by_error(c, ranked);
+    keys = 0;
+    for (int64_t r = 0; r < codes_; ++r) {
+      keys += at_.sizes[at_.order[c * codes_ + r]];
+      at_.kept_keys[c * codes_ + r] = keys;
+    }
+  }
+
+  int64_t guaranteed() const { return std::max<int64_t>(1, floor_share(*args_.alpha_used, codes_)); }
+
+  // The guaranteed codes stay where they are.
+  void rank_by_error(int64_t c, Ranked* ranked) {
+    const int64_t first = std::min(guaranteed(), codes_);
+    int32_t* order = at_.order + c * codes_;
+    for (int64_t r = first; r < codes_; ++r) {
+      ranked[r] = {static_cast<double>(args_.errors[c * codes_ + order[r]]), order[r]};
+    }
+    std::sort(ranked + first, ranked + codes_, heavier);
+    for (int64_t r = first; r < codes_; ++r) order[r] = ranked[r].code;
   }
 
   // How many codes of its order a group keeps when the rule compares with `bound`.
@@ -115,6 +140,11 @@ class CodeSelector {
     int64_t kept = 0;
     if (args_.rule == Rule::clusters) {
       kept = std::max(within + 1, floor_share(*args_.alpha_used, codes_));
+    } else if (args_.rule == Rule::error_aware) {
+      const int64_t by_weight = std::max(within + 1, floor_share(2 * *args_.alpha_used, codes_));
+      const int32_t budget = at_.keys[c * codes_ + std::min(by_weight, codes_) - 1];
+      const int32_t* keys = at_.kept_keys + c * codes_;
+      kept = std::max(guaranteed(), std::lower_bound(keys, keys + codes_, budget) - keys + 1);
     } else {
       // A share of whole codes may come back from floating point a hair below its integer.
       kept = args_.rule == Rule::blocks_cdf ? within : static_cast<int64_t>(bound * static_cast<double>(codes_) + 1e-6);
@@ -126,7 +156,7 @@ class CodeSelector {
     double kept = 0, queries = 0;
     for (int64_t c = 0; c < args_.proxy.groups; ++c) {
       if (args_.sizes[c] == 0) continue;
-      kept += static_cast<double>(args_.sizes[c]) * at_.keys[c * codes_ + codes_kept(c, bound) - 1];
+      kept += static_cast<double>(args_.sizes[c]) * at_.kept_keys[c * codes_ + codes_kept(c, bound) - 1];
       queries += args_.sizes[c];
     }
     return queries == 0 ? 0.0 : kept / queries / static_cast<double>(args_.proxy.count);
@@ -148,9 +178,13 @@ class CodeSelector {
   // The keys of the first `kept` codes.
   void emit(int64_t c, int64_t kept, float* table) {
     const Proxy& proxy = args_.proxy;
-    args_.counts[c] = at_.keys[c * codes_ + kept - 1];
+    args_.counts[c] = at_.kept_keys[c * codes_ + kept - 1];
     std::fill_n(table, codes_, 0.0f);
     for (int64_t r = 0; r < kept; ++r) table[at_.order[c * codes_ + r]] = 1.0f;
+    for (int64_t r = kept; r < codes_ && args_.dropped != nullptr; ++r) {
+      const int32_t code = at_.order[c * codes_ + r];
+      if (at_.sizes[code] > 0) set_mask_bit(args_.dropped + c * mask_words(codes_), code);
+    }
     uint32_t* mask = args_.mask + c * mask_words(proxy.k.tokens);
     float bits[kChunk];
     uint32_t words[kChunk / 32];

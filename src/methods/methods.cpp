@@ -16,6 +16,16 @@ const Method kTable[] = {
      [] {
        return Settings{.groups = 300, .partition = "even:1", .codes = 1000, .first_sample = 1.0, .rule = Rule::clusters};
      }},
+    {"svg2-ear",
+     "svg2 with SVG-EAR: clusters by the error of leaving them out, and centroids in the place of those left out",
+     [] {
+       return Settings{.groups = 300,
+                       .partition = "even:1",
+                       .codes = 1000,
+                       .first_sample = 1.0,
+                       .rule = Rule::error_aware,
+                       .tail = Tail::centroids};
+     }},
     {"svoo", "SVOO: queries and keys clustered together, 256 and 1,024, and a least share of clusters from a profile",
      [] {
        return Settings{.group = Grouping::cocluster,

@@ -143,7 +143,7 @@ const Model& find_model(std::string_view name) {
 void apply_model(const Model& model, Settings& settings) {
   if (!keeps_codes(settings.rule)) settings.rho = model.rho;  // the baselines' are the same for every model
   const bool svoo = settings.group == Grouping::cocluster;
-  if (settings.rule == Rule::clusters && !svoo) settings.groups = model.svg2_groups;
+  if ((settings.rule == Rule::clusters || settings.rule == Rule::error_aware) && !svoo) settings.groups = model.svg2_groups;
   if (svoo) {
     settings.rho = model.svoo.p;
     settings.profile_low = model.svoo.low;

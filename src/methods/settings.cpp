@@ -52,8 +52,9 @@ int choice(const char* name, std::string_view text, const char* const (&names)[n
 constexpr const char* kGroupings[] = {"kmeans", "raster", "blocks", "cocluster"};
 constexpr const char* kEncodings[] = {"kmeans", "blocks", "cocluster"};
 constexpr const char* kProxies[] = {"codes", "exact"};
-constexpr const char* kRules[] = {"fixed", "top_p", "hybrid", "online", "target", "clusters", "blocks_topk", "blocks_cdf"};
-constexpr const char* kTails[] = {"none", "first_order"};
+constexpr const char* kRules[] = {"fixed",    "top_p",       "hybrid",     "online",     "target",
+                                  "clusters", "blocks_topk", "blocks_cdf", "error_aware"};
+constexpr const char* kTails[] = {"none", "first_order", "centroids"};
 constexpr const char* kSwitch[] = {"no", "yes"};
 constexpr const char* kStateTypes[] = {"f32", "bf16"};
 constexpr const char* kKernels[] = {"auto", "wgmma", "portable"};
@@ -122,25 +123,25 @@ const Setting kTable[] = {
        s.proxy = static_cast<ProxyKind>(choice("proxy", t, kProxies, "codes or exact"));
      },
      [](const Settings& s) { return std::string(kProxies[static_cast<int>(s.proxy)]); }},
-    {"rule", "select", "fixed | top_p | hybrid | online | target | clusters | blocks_topk | blocks_cdf",
-     "how many keys a group keeps; target solves rho for `density`; the last three keep whole codes of a single subspace",
+    {"rule", "select", "fixed | top_p | hybrid | online | target | clusters | blocks_topk | blocks_cdf | error_aware",
+     "how many keys a group keeps; target solves rho for `density`; the last four keep whole codes of a single subspace",
      [](Settings& s, std::string_view t) {
        s.rule = static_cast<Rule>(choice("rule", t, kRules,
-                                         "fixed, top_p, hybrid, online, target, clusters, blocks_topk or "
-                                         "blocks_cdf"));
+                                         "fixed, top_p, hybrid, online, target, clusters, blocks_topk, "
+                                         "blocks_cdf or error_aware"));
      },
      [](const Settings& s) { return std::string(kRules[static_cast<int>(s.rule)]); }},
     {"rho", "select", "(0, 1]",
-     "proxy mass that a group's keys must reach (top_p, hybrid, online, clusters) or not pass (blocks_cdf)",
+     "proxy mass that a group's keys must reach (top_p, hybrid, online, clusters, error_aware) or not pass (blocks_cdf)",
      [](Settings& s, std::string_view t) { s.rho = share("rho", t, false, "a share in (0, 1]"); },
      [](const Settings& s) { return fmt::format("{}", s.rho); }},
-    {"alpha", "select", "[0, 1]", "least share of keys (hybrid, online, target) or codes (clusters) that a group keeps",
+    {"alpha", "select", "[0, 1]",
+     "least share of keys (hybrid, online, target) or codes (clusters, error_aware) that a group keeps",
      [](Settings& s, std::string_view t) { s.alpha = share("alpha", t, true, "a share in [0, 1]"); },
      [](const Settings& s) { return fmt::format("{}", s.alpha); }},
     {"profile", "select", "none | FILE",
      "CSV of `scope profile`: in the place of alpha, each head's density at the call's step and layer; alpha where it has "
-     "none "
-     "(clusters)",
+     "none (clusters, error_aware)",
      [](Settings& s, std::string_view t) {
        s.profile = t == "none" ? nullptr : std::make_shared<const Profile>(read_profile(std::string(t)));
      },
@@ -158,8 +159,7 @@ const Setting kTable[] = {
      [](const Settings& s) { return fmt::format("{}", s.density); }},
     {"target_density", "select", "none | (0, 1]",
      "density that each head is to meet, whatever the rule: rho (blocks_topk: the share of codes) is solved in the call, "
-     "and "
-     "an alpha above half of it is lowered to half",
+     "and an alpha above half of it is lowered to half (error_aware: a quarter)",
      [](Settings& s, std::string_view t) {
        s.target_density = t == "none" ? 0.0 : share("target_density", t, false, "none or a share in (0, 1]");
      },
@@ -168,8 +168,11 @@ const Setting kTable[] = {
      "mean cosine within a block above which it is similar; others are kept whole (blocks_topk, blocks_cdf)",
      [](Settings& s, std::string_view t) { s.similarity = cosine("similarity", t); },
      [](const Settings& s) { return fmt::format("{}", s.similarity); }},
-    {"tail", "attend", "none | first_order", "first_order: one virtual key per group stands for the keys it drops",
-     [](Settings& s, std::string_view t) { s.tail = static_cast<Tail>(choice("tail", t, kTails, "none or first_order")); },
+    {"tail", "attend", "none | first_order | centroids",
+     "what stands for the keys that a group drops: one virtual key per group, or one per whole cluster that it drops",
+     [](Settings& s, std::string_view t) {
+       s.tail = static_cast<Tail>(choice("tail", t, kTails, "none, first_order or centroids"));
+     },
      [](const Settings& s) { return std::string(kTails[static_cast<int>(s.tail)]); }},
     {"dense_layers", "schedule", "0..100000", "layers below this index attend densely at every step",
      [](Settings& s, std::string_view t) { s.dense_layers = integer("dense_layers", t, 0, 100000, "0..100000"); },

@@ -15,7 +15,7 @@
 
 namespace scope {
 
-enum class Tail { none, first_order };
+enum class Tail { none, first_order, centroids };
 enum class KernelChoice { automatic, wgmma, portable };
 
 struct Settings {

@@ -241,7 +241,7 @@ class Call {
                                           .offsets = at_.offsets,
                                           .mask = at_.mask,
                                           .kept = at_.keep});
-        attend(s, h, n, groups, selected.keep != nullptr, false);
+        attend(s, h, n, groups, selected.keep != nullptr, 0);
       }
       report_dense(s);
     }
@@ -578,7 +578,7 @@ class Call {
     const Shape& shape = plan_.shape;
     const int64_t words = mask_words(shape.k_tokens);
     const auto subspaces = static_cast<int64_t>(plan_.partition.size());
-    const bool codes = settings.proxy == ProxyKind::codes, tail = settings.tail != Tail::none;
+    const bool codes = settings.proxy == ProxyKind::codes, tail = settings.tail == Tail::first_order;
     HeadStats* report = at_.report + s.index * heads_ + h;
     if (codes) {
       mark(Moment::score);
@@ -596,6 +596,9 @@ class Call {
       backend_.score(exec_, {score.data(), static_cast<size_t>(n)});
     }
     mark(Moment::select);
+    const int64_t drop_words = mask_words(slot.codes);
+    const bool drops = settings.tail == Tail::centroids;
+    if (drops) backend_.fill(exec_, at_.tail_mask, 0, 0, n * (plan_.groups + 1) * drop_words, 1);
     std::array<SelectArgs, kMostChunk> select;
     std::array<TailArgs, kMostChunk> tails;
     for (int64_t i = 0; i < n; ++i) {
@@ -617,6 +620,16 @@ class Call {
         proxy.tables = at_.tables + i * plan_.groups * subspaces * plan_.codes;
         proxy.labels = at_.codes + i * subspaces * shape.k_tokens;
       }
+      float* errors = of_head(at_.errors, i, plan_.groups * plan_.codes);
+      if (plan_.compensates()) {
+        const CompensateArgs compensate{.proxy = proxy,
+                                        .v = args_.v.head(s.index, h + i),
+                                        .value = at_.tail_v + i * plan_.codes * shape.dim,
+                                        .bias = at_.tail_bias + i * plan_.codes,
+                                        .errors = errors,
+                                        .scratch = at_.scratch};
+        backend_.compensate(exec_, {&compensate, 1});
+      }
       select[at] = {.proxy = proxy,
                     .sizes = at_.sizes + i * (plan_.groups + 1),
                     .rule = settings.rule,
@@ -627,6 +640,7 @@ class Call {
                     .q_similarity = of_head(at_.q_similarity, i, plan_.groups),
                     .k_similarity = of_head(at_.k_similarity, i, plan_.codes),
                     .similar = settings.similarity,
+                    .errors = errors,
                     .counts = at_.counts + i * (plan_.groups + 1),
                     .top_p = at_.top_p + i * (plan_.groups + 1),
                     .head_budget = &report[i].head_budget,
@@ -634,6 +648,7 @@ class Call {
                     .alpha_used = &report[i].alpha,
                     .mask = at_.mask + i * (plan_.groups + 1) * words,
                     .tail = tail ? &tails[at] : nullptr,
+                    .dropped = drops ? at_.tail_mask + i * (plan_.groups + 1) * drop_words : nullptr,
                     .scratch = at_.scratch};
     }
     backend_.select(exec_, {select.data(), static_cast<size_t>(n)});
@@ -659,7 +674,8 @@ class Call {
                             .tail_mask = at_.tail_mask,
                             .report = report});
     write_selection(s, h, n, slot);
-    if (args_.out.data != nullptr) attend(s, h, n, plan_.selection_groups, s.tokens.kept > 0, tail);
+    const int64_t extra = tail ? plan_.groups : drops ? slot.codes : 0;
+    if (args_.out.data != nullptr) attend(s, h, n, plan_.selection_groups, s.tokens.kept > 0, extra);
   }
 
   // One group with every valid query and every valid key.
@@ -667,15 +683,15 @@ class Call {
     mark(Moment::other);
     clear_selection(s, h, n);
     if (sparse()) write_dense_selection(s, h, n);
-    if (args_.out.data != nullptr) attend(s, h, n, 0, false, false);
+    if (args_.out.data != nullptr) attend(s, h, n, 0, false, 0);
   }
 
   void report_dense(const Sample& s) {
     backend_.finish(exec_, {.tokens = s.tokens, .heads = heads_, .report = at_.report + s.index * heads_});
   }
 
-  // groups == 0: dense.
-  void attend(const Sample& s, int64_t h, int64_t n, int64_t groups, bool keeps, bool with_tail) {
+  // groups == 0: dense. extra: virtual keys, one per group or one per code.
+  void attend(const Sample& s, int64_t h, int64_t n, int64_t groups, bool keeps, int64_t extra) {
     mark(Moment::attend);
     const Shape& shape = plan_.shape;
     const int64_t row_groups = plan_.groups + 1, words = mask_words(shape.k_tokens);
@@ -703,9 +719,12 @@ class Call {
           args.offsets = at_.all_queries;
         }
       }
-      if (with_tail) {
-        args.extra = {plan_.groups, at_.tail_k + i * plan_.groups * shape.dim, at_.tail_v + i * plan_.groups * shape.dim,
-                      at_.tail_bias + i * plan_.groups, at_.tail_mask + i * row_groups * mask_words(plan_.groups)};
+      if (extra > 0) {
+        const bool each_code = plan_.has_tail(Tail::centroids);
+        const int64_t room = each_code ? plan_.codes : plan_.groups;
+        args.extra = {extra, (each_code ? at_.codebooks : at_.tail_k) + i * room * shape.dim,
+                      at_.tail_v + i * room * shape.dim, at_.tail_bias + i * room,
+                      at_.tail_mask + i * row_groups * mask_words(extra)};
       }
     }
     backend_.attend(exec_, {attend.data(), static_cast<size_t>(n)});
@@ -809,8 +828,9 @@ void call(const Plan& plan, const CallArgs& args) {
   check_args(plan, args, attends);
   require(attends || !plan.settings.dense, Status::invalid_argument, "out: got null, and method dense selects nothing");
   require(attends || args.lse == nullptr, Status::invalid_argument, "lse: got one without out");
-  require(attends || plan.settings.tail == Tail::none, Status::invalid_argument,
-          "out: got null, and tail first_order needs v and out");
+  require(attends || (plan.settings.tail == Tail::none && !plan.compensates()), Status::invalid_argument,
+          "out: got null, and tail {} with rule {} needs v and out", get_setting(plan.settings, "tail"),
+          get_setting(plan.settings, "rule"));
   if (args.state != nullptr) {
     require(!plan.settings.dense, Status::invalid_argument, "state: got one, and method dense keeps none");
     if (plan.exec.device == nullptr) check_state(plan, args.state);

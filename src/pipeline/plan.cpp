@@ -107,11 +107,24 @@ void Plan::check_codes() const {
   const std::string rule = get_setting(settings, "rule");
   require(settings.proxy == ProxyKind::codes && partition.size() == 1, Status::invalid_argument,
           "rule: {} keeps whole codes, and needs proxy codes and a partition with one subspace such as even:1", rule);
-  require(settings.tail == Tail::none, Status::invalid_argument, "tail: got first_order, and rule {} has none", rule);
-  require(settings.rule == Rule::clusters || (settings.group == Grouping::blocks && settings.encode == Encoding::blocks),
+  require(settings.tail != Tail::first_order, Status::invalid_argument,
+          "tail: got first_order, and rule {} takes none or centroids", rule);
+  require(settings.rule == Rule::clusters || settings.rule == Rule::error_aware ||
+              (settings.group == Grouping::blocks && settings.encode == Encoding::blocks),
           Status::invalid_argument, "rule: {} needs group blocks and encode blocks", rule);
   require(exec.device == nullptr || codes <= cuda::kMostRankedCodes, Status::size_limit,
           "codes: got {}, rule {} takes up to {} on CUDA", codes, rule, cuda::kMostRankedCodes);
+}
+
+// What stands for a cluster is its mean key and value, over all channels in order; a block's code is not its mean key.
+void Plan::check_compensation() const {
+  require(keeps_codes(settings.rule), Status::invalid_argument,
+          "tail: got centroids, which stand for whole clusters, and rule {} drops single keys",
+          get_setting(settings, "rule"));
+  require(settings.encode != Encoding::blocks && partition == make_partition("even:1", shape.dim, {}, 0),
+          Status::invalid_argument, "rule, tail: {} and {} need clusters over partition even:1, got encode {} over {}",
+          get_setting(settings, "rule"), get_setting(settings, "tail"), get_setting(settings, "encode"), settings.partition);
+  require(backend->compensate != nullptr, Status::unsupported, "rule, tail: CUDA has no error_aware and no centroids");
 }
 
 // Queries and keys are clustered as one, over all channels in order.
@@ -133,8 +146,8 @@ void Plan::check_reuse() const {
 }
 
 void Plan::check_profile() const {
-  require(settings.rule == Rule::clusters, Status::invalid_argument, "profile: got one, and rule {} takes none",
-          get_setting(settings, "rule"));
+  require(settings.rule == Rule::clusters || settings.rule == Rule::error_aware, Status::invalid_argument,
+          "profile: got one, and rule {} takes none", get_setting(settings, "rule"));
   require(settings.profile_low <= settings.profile_high, Status::invalid_argument,
           "profile_low: got {}, expected at most profile_high, {}", settings.profile_low, settings.profile_high);
   require(exec.device == nullptr, Status::unsupported, "profile: CUDA takes none");
@@ -168,6 +181,7 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
       check_partition(partition, shape.dim);
     }
     if (keeps_codes(settings.rule)) check_codes();
+    if (compensates()) check_compensation();
     if (settings.group == Grouping::cocluster || settings.encode == Encoding::cocluster) check_cocluster();
     if (reuses()) check_reuse();
     if (settings.profile != nullptr) check_profile();
@@ -198,7 +212,6 @@ const char* Plan::kernel() const {
 Workspace Plan::cut(Arena& arena, int64_t n) const {
   const int64_t words = mask_words(shape.k_tokens), dim = shape.dim;
   const auto subspaces = static_cast<int64_t>(partition.size());
-  const bool tail = settings.tail != Tail::none && !settings.dense;
   Workspace at{};
   at.status = arena.take<uint32_t>(1);
   at.report = arena.take<HeadStats>(shape.batch * shape.heads);
@@ -223,11 +236,17 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
   }
   at.tables = arena.take<float>(n * groups * subspaces * codes);
   at.mask = arena.take<uint32_t>(n * (groups + 1) * words);
-  if (tail) {
+  if (has_tail(Tail::first_order)) {
     at.tail_k = arena.take<float>(n * groups * dim);
     at.tail_v = arena.take<float>(n * groups * dim);
     at.tail_bias = arena.take<float>(n * groups);
     at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(groups));
+  }
+  if (compensates()) {
+    at.tail_v = arena.take<float>(n * codes * dim);
+    at.tail_bias = arena.take<float>(n * codes);
+    if (settings.rule == Rule::error_aware) at.errors = arena.take<float>(n * groups * codes);
+    if (settings.tail == Tail::centroids) at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(codes));
   }
   at.scratch.bytes = backend->attend_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups + 1);
   if (!settings.dense) {
@@ -236,6 +255,7 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
         std::max({at.scratch.bytes, together ? 0 : backend->group_scratch(exec, shape.q_tokens, dim, groups),
                   together ? 0 : backend->encode_scratch(exec, shape.k_tokens, dim, codes),
                   together ? backend->cocluster_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups, codes) : 0,
+                  compensates() ? backend->compensate_scratch(exec, shape.k_tokens, dim, codes) : 0,
                   backend->select_scratch(exec, shape.k_tokens, dim, groups, keeps_codes(settings.rule) ? codes : 0)});
   }
   at.scratch.bytes *= n;

@@ -66,8 +66,10 @@ struct Workspace {
   float *q_similarity, *k_similarity;  // [groups], [codes]; blocks rules only
   float* tables;                       // [groups, subspaces, codes]
   uint32_t* mask;                      // [groups + 1, mask_words(k_tokens)]
-  float *tail_k, *tail_v, *tail_bias;  // [groups, dim], [groups, dim], [groups]; first-order tail only
-  uint32_t* tail_mask;                 // [groups + 1, mask_words(groups)]
+  // First-order tail: [groups, dim], [groups, dim], [groups]. Compensation: none, [codes, dim], [codes].
+  float *tail_k, *tail_v, *tail_bias;
+  uint32_t* tail_mask;  // [groups + 1, mask_words(groups, or codes of the sample)]
+  float* errors;        // [groups, codes]; rule error_aware only
   Scratch scratch;
 };
 
@@ -94,6 +96,9 @@ struct Plan {
   int64_t workspace_bytes = 0;
   int64_t state_bytes = 0;  // 0 for dense
 
+  bool has_tail(Tail tail) const { return !settings.dense && settings.tail == tail; }
+  // Needs the mean values of clusters, and with them v.
+  bool compensates() const { return has_tail(Tail::centroids) || (!settings.dense && settings.rule == Rule::error_aware); }
   bool reuses() const { return !settings.dense && settings.reuse_interval > 1; }  // its states hold labels and codes too
   const char* kernel() const;  // of attend: avx512, avx2, portable; wgmma or portable on a GPU
   Workspace layout(void* memory, int64_t bytes) const;
@@ -101,6 +106,7 @@ struct Plan {
  private:
   void check_device() const;
   void check_codes() const;
+  void check_compensation() const;
   void check_cocluster() const;
   void check_reuse() const;
   void check_profile() const;

@@ -6,6 +6,7 @@
 #include "stages/attend.h"
 #include "stages/bookkeeping.h"
 #include "stages/cocluster.h"
+#include "stages/compensate.h"
 #include "stages/encode.h"
 #include "stages/group.h"
 #include "stages/score.h"
@@ -61,6 +62,8 @@ struct Backend {
   void (*cocluster)(const Exec&, std::span<const CoclusterArgs> heads) = nullptr;
   int64_t (*cocluster_scratch)(const Exec&, int64_t q_tokens, int64_t k_tokens, int64_t dim, int64_t groups,
                                int64_t codes) = nullptr;
+  void (*compensate)(const Exec&, std::span<const CompensateArgs> heads) = nullptr;
+  int64_t (*compensate_scratch)(const Exec&, int64_t tokens, int64_t dim, int64_t codes) = nullptr;
 };
 
 const Backend* cpu_backend();

@@ -67,14 +67,14 @@ with tempfile.TemporaryDirectory() as folder:
     assert "scope-paper" in accept("methods") and "first_sample" in accept("methods", "--json")
     assert "make-qkv" in accept("--help") and "--dump" in accept("attend", "--help")
 
-    for method in ("svg2", "svoo", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "scope:partition=even:2+rule=hybrid"):
+    for method in ("svg2", "svg2-ear", "svoo", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "scope:partition=even:2+rule=hybrid"):
         said = accept(*base, "--method", method, "--target-density", "0.3")
         assert abs(float(said.split("density ")[-1].split(",")[0]) - 0.3) < 0.02, said
     assert "nearest to 0.3" in accept(*base, "--method", "sparge:q_block=4+k_block=15", "--target-density", "0.3")
     assert "alpha lowered from 0.1 to 0.05" in accept(*base, "--method", "svg2", "--target-density", "0.1")
 
     # compare: every method and ablation at the density asked for, as a table, JSON, CSV and SVG.
-    specs = ["scope", "scope-exact", "svg2:codes=60", "svoo:codes=60", "sparge:q_block=4+k_block=2"]
+    specs = ["scope", "scope-exact", "svg2:codes=60", "svg2-ear:codes=60", "svoo:codes=60", "sparge:q_block=4+k_block=2"]
     specs += [f"scope:partition={p}" for p in ("even:1", "even:2", "random:3", "rope", "even:4", "even:8")]
     specs += [f"scope:rule={rule}" for rule in ("top_p", "hybrid", "online")]
     compare = ("compare", GOOD, "--repeat", "1")
