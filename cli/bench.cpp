@@ -49,10 +49,10 @@ double median(const std::vector<CallStats>& runs, Field field) {
 }
 
 std::vector<Variant> make_variants(const Settings& base, double density) {
-  const auto with = [&](const char* rule, std::initializer_list<std::pair<const char*, const char*>> more) {
+  // The method's own rule, solved for the density in the call.
+  const auto with = [&](std::initializer_list<std::pair<const char*, const char*>> more) {
     Settings settings = base;
-    set_setting(settings, "rule", rule);
-    settings.density = density;
+    settings.target_density = density;
     for (const auto& [name, value] : more) set_setting(settings, name, value);
     return settings;
   };
@@ -61,11 +61,15 @@ std::vector<Variant> make_variants(const Settings& base, double density) {
     variants.push_back({std::move(name), std::move(settings), warm, nullptr, {}});
   };
   add("dense", find_method("dense").settings(), false);
-  add("warm", with("target", {}), true);
-  add("warm, fixed k", with("fixed", {}), true);
-  add("warm, exact proxy", with("target", {{"proxy", "exact"}}), true);
-  add("cold", with("target", {}), false);
-  add("cold, first_sample=1", with("target", {{"first_sample", "1"}}), false);
+  add("warm", with({}), true);
+  if (!keeps_codes(base.rule)) {  // whole codes are neither a number of keys nor scored one by one
+    add("warm, fixed k", with({{"rule", "fixed"}}), true);
+    add("warm, exact proxy", with({{"proxy", "exact"}}), true);
+  }
+  add("cold", with({}), false);
+  if (base.group == Grouping::kmeans && base.first_sample < 1) {
+    add("cold, first_sample=1", with({{"first_sample", "1"}}), false);
+  }
   return variants;
 }
 
@@ -146,7 +150,7 @@ nlohmann::ordered_json run_case(const Case& c, const Options& options, const Con
                         {"oracle_recall", quality.oracle_recall},
                         {"error", quality.error}};
     }
-    if (!variant.settings.dense) row["settings"] = settings_json(variant.settings);
+    if (!variant.settings.dense) row["settings"] = settings_json(variant.runner->plan().settings);
     row["groups"] = variant.runner->plan().groups;
     row["codes"] = variant.runner->plan().codes;
     row["arithmetic"] = variant.runner->stats.arithmetic;
@@ -206,9 +210,9 @@ void add_bench(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand(
       "bench",
-      "Time the stages and whole calls on synthetic q, k, v: dense, warm and cold, rule=target at the given density and "
-      "fixed k\n"
-      "beside it. Medians of interleaved runs; the speedup is over our own dense attention in the same run.");
+      "Time the stages and whole calls on synthetic q, k, v: dense, warm and cold, the method's own rule solved for the\n"
+      "given density, and, where it keeps single keys, fixed k and the exact proxy beside it. Medians of interleaved runs;\n"
+      "the speedup is over our own dense attention in the same run.");
   command->add_option("--grid", options->grid, "tokens along T, H and W (default 16x32x32)");
   command->add_option("--rope", options->rope, "channels along T, H and W")->capture_default_str();
   command->add_option("--heads", options->heads, "heads")->check(CLI::PositiveNumber)->capture_default_str();

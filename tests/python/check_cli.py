@@ -73,6 +73,14 @@ with tempfile.TemporaryDirectory() as folder:
     assert "nearest to 0.3" in accept(*base, "--method", "sparge:q_block=4+k_block=15", "--target-density", "0.3")
     assert "alpha lowered from 0.1 to 0.05" in accept(*base, "--method", "svg2", "--target-density", "0.1")
 
+    # bench: the method's own rule, at the density asked for.
+    bench = ("bench", "--grid", "4x8x8", "--heads", "1", "--repeat", "1", "--density", "0.3", "--json", f"{folder}/b.json")
+    for method, rule in (("scope", "target"), ("scope:rule=top_p", "top_p"), ("svg2:groups=5+codes=90", "clusters"), ("sparge:k_block=4", "blocks_topk")):
+        accept(*bench, "--method", method)
+        rows = json.load(open(f"{folder}/b.json"))["cases"][0]["rows"]
+        assert [row["name"] for row in rows][:2] == ["dense", "warm"] and abs(rows[1]["density"] - 0.3) < 0.02, rows
+        assert rows[1]["settings"]["rule"] == rule, rows[1]
+
     # compare: every method and ablation at the density asked for, as a table, JSON, CSV and SVG.
     specs = ["scope", "scope-exact", "svg2:codes=60", "svg2-ear:codes=60", "svoo:codes=60", "sparge:q_block=4+k_block=2"]
     specs += [f"scope:partition={p}" for p in ("even:1", "even:2", "random:3", "rope", "even:4", "even:8")]
