@@ -67,7 +67,9 @@ struct Result {
       : value(problem.proxy.codes * problem.v.view().dim, poison),
         bias(problem.proxy.codes, poison),
         errors(problem.proxy.groups * problem.proxy.codes, poison),
-        scratch(cpu::compensate_scratch(exec, problem.proxy.count, problem.v.view().dim, problem.proxy.codes) - short_of,
+        scratch(cpu::compensate_scratch(exec, problem.proxy.count, problem.v.view().dim, problem.proxy.groups,
+                                        problem.proxy.codes) -
+                    short_of,
                 poison) {
     cpu::compensate(exec, {.proxy = problem.proxy,
                            .v = problem.v.view(),

@@ -13,39 +13,43 @@ namespace scope::cpu {
 
 namespace {
 
-constexpr int64_t kBlock = 256;      // keys that a thread scores at a time
+constexpr int64_t kBlock = 256;      // keys that a thread scores at a time, for kScoreRows groups at a time
+constexpr int64_t kTaskKeys = 512;   // keys of a task, give or take those of its last cluster
 constexpr float kMostFloat = 80;     // differences of logits past this leave the range of a float's exponential
 constexpr double kMostDouble = 350;  // and past this the square leaves that of a double: a softmax is then one key anyway
 
 struct Layout {
   int64_t stride;
   int32_t* sizes;    // [codes]
-  int32_t* order;    // [tokens]
-  int64_t* offsets;  // [codes + 1]
+  int32_t* order;    // [tokens] positions by cluster
+  int64_t* offsets;  // [codes + 1] where each cluster starts there
+  int32_t* rows;     // [tokens] tokens in that order; like the next two
   double* square;    // [tokens] |v_t|^2
-  double* apart;     // [tokens] (v_t - v_j) . v_t
+  double* apart;     // [tokens] 2 (v_t - v_j) . v_t
   double* spread;    // [codes] sum of |v_t - v_j|^2
-  float* row;        // [threads, stride]
+  float* keys;       // [threads, kBlock, stride]
+  float* panels;     // [threads, kBlock, dim]
   float* scores;     // [threads, kScoreRows, kBlock]
   float* exps;       // [threads, kBlock]
-  float* buffer;     // [threads, score_rows_buffer]
-  double* sums;      // [threads, kScoreRows, codes]
+  double* sums;      // [threads, groups] of the cluster at hand
   Scratch kmeans;
 
-  Layout(Arena arena, const Exec& exec, int64_t tokens, int64_t dim, int64_t codes, int64_t* bytes = nullptr) {
+  Layout(Arena arena, const Exec& exec, int64_t tokens, int64_t dim, int64_t groups, int64_t codes,
+         int64_t* bytes = nullptr) {
     const int64_t threads = exec.pool->threads();
     stride = round_up(dim, kLanes);
     sizes = arena.take<int32_t>(codes);
     order = arena.take<int32_t>(tokens);
     offsets = arena.take<int64_t>(codes + 1);
+    rows = arena.take<int32_t>(tokens);
     square = arena.take<double>(tokens);
     apart = arena.take<double>(tokens);
     spread = arena.take<double>(codes);
-    row = arena.take<float>(threads * stride);
+    keys = arena.take<float>(threads * kBlock * stride);
+    panels = arena.take<float>(threads * kBlock * dim);
     scores = arena.take<float>(threads * kScoreRows * kBlock);
     exps = arena.take<float>(threads * kBlock);
-    buffer = arena.take<float>(threads * score_rows_buffer(exec, dim));
-    sums = arena.take<double>(threads * kScoreRows * codes);
+    sums = arena.take<double>(threads * groups);
     kmeans.bytes = kmeans_scratch(exec, tokens, dim, codes);
     kmeans.data = arena.take<std::byte>(kmeans.bytes);
     if (bytes != nullptr) *bytes = arena.used();
@@ -78,87 +82,111 @@ void mean_values(const Exec& exec, const CompensateArgs& args, const Layout& at)
   }
 }
 
+// Sums that do not wait for one another.
+constexpr int64_t kSums = 4;
+
 // With x = e^(s_ct - s_cj) - 1 a key's term is e^(2 s_cj) |v_t - v_j + x v_t|^2: the mean's distance, which does not depend
 // on the group, and two products by x. Nothing cancels where a cluster's keys are alike, and nothing needs a maximum.
 void describe_values(const Exec& exec, const CompensateArgs& args, const Layout& at) {
   const int64_t dim = args.v.dim;
   exec.pool->run(args.proxy.codes, [&](int64_t j, int thread) {
-    float* row = at.row + thread * at.stride;
-    const float* mean = args.value + j * dim;
+    float* row = at.keys + thread * kBlock * at.stride;
+    float mean[256 + kSums] = {};
+    std::copy_n(args.value + j * dim, dim, mean);
     at.spread[j] = 0;
     for (int64_t i = at.offsets[j]; i < at.offsets[j + 1]; ++i) {
-      const int32_t position = at.order[i];
-      exec.kernels->load_rows(args.v, args.proxy.rows + position, 1, row, at.stride);
-      double square = 0, apart = 0, spread = 0;
-      for (int64_t k = 0; k < dim; ++k) {
-        const double v = row[k], away = v - static_cast<double>(mean[k]);
-        square += v * v;
-        apart += v * away;
-        spread += away * away;
+      at.rows[i] = args.proxy.rows[at.order[i]];
+      exec.kernels->load_rows(args.v, at.rows + i, 1, row, at.stride);  // and zeros up to a multiple of kSums
+      double square[kSums] = {}, apart[kSums] = {}, spread[kSums] = {};
+      for (int64_t k = 0; k < dim; k += kSums) {
+        for (int64_t r = 0; r < kSums; ++r) {
+          const double v = row[k + r], away = v - static_cast<double>(mean[k + r]);
+          square[r] += v * v;
+          apart[r] += v * away;
+          spread[r] += away * away;
+        }
       }
-      at.square[position] = square;
-      at.apart[position] = apart;
-      at.spread[j] += spread;
+      at.square[i] = (square[0] + square[1]) + (square[2] + square[3]);
+      at.apart[i] = 2 * ((apart[0] + apart[1]) + (apart[2] + apart[3]));
+      at.spread[j] += (spread[0] + spread[1]) + (spread[2] + spread[3]);
     }
   });
 }
 
-void error_rows(const Exec& exec, const CompensateArgs& args, const Layout& at, int64_t first, int64_t n, int thread) {
+// sum of x (apart + x square) over n keys whose logits are `scores` and whose cluster's is `centre`; exps is scratch.
+double terms(const Exec& exec, const float* scores, float centre, int64_t n, const double* apart, const double* square,
+             float* exps) {
+  for (int64_t r = 0; r < n; ++r) exps[r] = scores[r] - centre;
+  exec.kernels->exp(exps, n);
+  double sum[kSums] = {};
+  for (int64_t r = 0; r < n; ++r) {
+    const float above = scores[r] - centre;
+    const double e =
+        above < kMostFloat ? static_cast<double>(exps[r]) : std::exp(std::min(static_cast<double>(above), kMostDouble));
+    const double x = e - 1;
+    sum[r % kSums] += x * (apart[r] + x * square[r]);
+  }
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// The errors of clusters [first, end) for every group. Keys lie by cluster, so that each is packed once, and no two tasks
+// add to one sum.
+void error_columns(const Exec& exec, const CompensateArgs& args, const Layout& at, int64_t first, int64_t end, int thread) {
   const Proxy& proxy = args.proxy;
-  const int64_t codes = proxy.codes;
+  const int64_t dim = proxy.k.dim, groups = proxy.groups;
+  float* keys = at.keys + thread * kBlock * at.stride;
+  float* panels = at.panels + thread * kBlock * dim;
   float* scores = at.scores + thread * kScoreRows * kBlock;
   float* exps = at.exps + thread * kBlock;
-  double* sums = at.sums + thread * kScoreRows * codes;
-  for (int64_t i = 0; i < n; ++i) std::copy_n(at.spread, codes, sums + i * codes);
-  Proxy block = proxy;
-  block.kind = ProxyKind::exact;
-  for (int64_t t = 0; t < proxy.count; t += kBlock) {
-    block.rows = proxy.rows + t;
-    block.count = std::min(kBlock, proxy.count - t);
-    score_rows(exec, block, first, n, scores, kBlock, at.buffer + thread * score_rows_buffer(exec, proxy.k.dim));
-    for (int64_t i = 0; i < n; ++i) {
-      const float* table = proxy.tables + (first + i) * codes;
-      float* above = scores + i * kBlock;
-      for (int64_t r = 0; r < block.count; ++r) exps[r] = above[r] -= table[proxy.labels[t + r]];
-      exec.kernels->exp(exps, block.count);
-      double* sum = sums + i * codes;
-      for (int64_t r = 0; r < block.count; ++r) {
-        const double e = above[r] < kMostFloat ? static_cast<double>(exps[r])
-                                               : std::exp(std::min(static_cast<double>(above[r]), kMostDouble));
-        const double x = e - 1;
-        sum[proxy.labels[t + r]] += x * (2 * at.apart[t + r] + x * at.square[t + r]);
+  double* sums = at.sums + thread * groups;
+  int64_t from = first;  // the cluster that the block starts in
+  for (int64_t t = at.offsets[first]; t < at.offsets[end]; t += kBlock) {
+    const int64_t n = std::min(kBlock, at.offsets[end] - t);
+    exec.kernels->load_rows(proxy.k, at.rows + t, n, keys, at.stride);
+    exec.kernels->pack(keys, at.stride, n, dim, panels);
+    while (at.offsets[from + 1] <= t) ++from;
+    for (int64_t c = 0; c < groups; c += kScoreRows) {
+      const int64_t rows = std::min(kScoreRows, groups - c);
+      exec.kernels->dot(proxy.centroids + c * dim, dim, rows, panels, n, dim, scores, kBlock);
+      for (int64_t i = 0; i < rows; ++i) {
+        float* row = scores + i * kBlock;
+        for (int64_t r = 0; r < n; ++r) row[r] *= proxy.scale;
+        for (int64_t j = from; j < end && at.offsets[j] < t + n; ++j) {
+          const int64_t begin = std::max(at.offsets[j], t), stop = std::min(at.offsets[j + 1], t + n);
+          const float centre = proxy.tables[(c + i) * proxy.codes + j];
+          if (begin == at.offsets[j]) sums[c + i] = at.spread[j];
+          sums[c + i] += terms(exec, row + (begin - t), centre, stop - begin, at.apart + begin, at.square + begin, exps);
+          if (stop < at.offsets[j + 1]) continue;
+          args.errors[(c + i) * proxy.codes + j] =
+              sums[c + i] > 0 ? static_cast<float>(2 * static_cast<double>(centre) + std::log(sums[c + i] / at.sizes[j]))
+                              : -std::numeric_limits<float>::infinity();
+        }
       }
-    }
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    const float* table = proxy.tables + (first + i) * codes;
-    float* errors = args.errors + (first + i) * codes;
-    for (int64_t j = 0; j < codes; ++j) {
-      const double sum = sums[i * codes + j];
-      errors[j] = sum > 0 ? static_cast<float>(2 * static_cast<double>(table[j]) + std::log(sum / at.sizes[j]))
-                          : -std::numeric_limits<float>::infinity();
     }
   }
 }
 
 }  // namespace
 
-int64_t compensate_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t codes) {
+int64_t compensate_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups, int64_t codes) {
   int64_t bytes = 0;
-  Layout(Arena(), exec, tokens, dim, codes, &bytes);
+  Layout(Arena(), exec, tokens, dim, groups, codes, &bytes);
   return bytes;
 }
 
 void compensate(const Exec& exec, const CompensateArgs& args) {
   const Proxy& proxy = args.proxy;
-  const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, proxy.count, args.v.dim, proxy.codes);
+  const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, proxy.count, args.v.dim, proxy.groups, proxy.codes);
   mean_values(exec, args, at);
   if (args.errors == nullptr) return;
   describe_values(exec, args, at);
-  exec.pool->run(ceil_div(proxy.groups, kScoreRows), [&](int64_t chunk, int thread) {
-    const int64_t first = chunk * kScoreRows;
-    error_rows(exec, args, at, first, std::min(kScoreRows, proxy.groups - first), thread);
-  });
+  std::fill_n(args.errors, proxy.groups * proxy.codes, -std::numeric_limits<float>::infinity());  // those without keys
+  // Task i has the clusters that start in its stretch of keys.
+  const auto starts = [&](int64_t task) {
+    return std::lower_bound(at.offsets, at.offsets + proxy.codes, task * kTaskKeys) - at.offsets;
+  };
+  exec.pool->run(ceil_div(proxy.count, kTaskKeys),
+                 [&](int64_t task, int thread) { error_columns(exec, args, at, starts(task), starts(task + 1), thread); });
 }
 
 }  // namespace scope::cpu

@@ -255,7 +255,7 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
         std::max({at.scratch.bytes, together ? 0 : backend->group_scratch(exec, shape.q_tokens, dim, groups),
                   together ? 0 : backend->encode_scratch(exec, shape.k_tokens, dim, codes),
                   together ? backend->cocluster_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups, codes) : 0,
-                  compensates() ? backend->compensate_scratch(exec, shape.k_tokens, dim, codes) : 0,
+                  compensates() ? backend->compensate_scratch(exec, shape.k_tokens, dim, groups, codes) : 0,
                   backend->select_scratch(exec, shape.k_tokens, dim, groups, keeps_codes(settings.rule) ? codes : 0)});
   }
   at.scratch.bytes *= n;

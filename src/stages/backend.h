@@ -63,7 +63,7 @@ struct Backend {
   int64_t (*cocluster_scratch)(const Exec&, int64_t q_tokens, int64_t k_tokens, int64_t dim, int64_t groups,
                                int64_t codes) = nullptr;
   void (*compensate)(const Exec&, std::span<const CompensateArgs> heads) = nullptr;
-  int64_t (*compensate_scratch)(const Exec&, int64_t tokens, int64_t dim, int64_t codes) = nullptr;
+  int64_t (*compensate_scratch)(const Exec&, int64_t tokens, int64_t dim, int64_t groups, int64_t codes) = nullptr;
 };
 
 const Backend* cpu_backend();

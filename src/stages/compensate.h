@@ -21,7 +21,7 @@ struct CompensateArgs {
 
 namespace cpu {
 void compensate(const Exec& exec, const CompensateArgs& args);
-int64_t compensate_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t codes);
+int64_t compensate_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups, int64_t codes);
 }  // namespace cpu
 
 }  // namespace scope
