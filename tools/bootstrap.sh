@@ -2,7 +2,7 @@
 # Installs what the given purpose needs from Debian's packages, and nothing that is already there.
 set -euo pipefail
 purpose=${1:-test}
-packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev libhwy-dev"
+packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev libhwy-dev libpng-dev"
 case $purpose in
   demo) ;;
   test) packages+=" libgtest-dev python3 python3-numpy" ;;
