@@ -166,6 +166,7 @@ void Runner::run(CallArgs args) {
   const Shape& shape = plan_.shape;
   const int64_t tokens = shape.q_tokens, dim = shape.dim;
   args.out = {out.data(), shape.dtype, shape.batch, shape.heads, tokens, dim, shape.heads * tokens * dim, tokens * dim, dim};
+  if (!attend) args.out = {};
   args.workspace = workspace_.get();
   args.workspace_bytes = plan_.workspace_bytes;
   args.state = state_.empty() ? nullptr : state_.data();

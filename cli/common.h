@@ -68,6 +68,7 @@ class Runner {
   void init_state();
   std::vector<std::byte>& state() { return state_; }
   bool fetch = true;
+  bool attend = true;  // off: a selection alone
 
   std::vector<std::byte> out;  // [batch, heads, q_tokens, dim]
   std::vector<int32_t> labels, sizes, counts, codes;
@@ -153,6 +154,7 @@ void add_bench(CLI::App& app);
 void add_compare(CLI::App& app);
 void add_demo(CLI::App& app);
 void add_doctor(CLI::App& app);
+void add_inspect(CLI::App& app);
 void add_methods(CLI::App& app);
 void add_profile(CLI::App& app);
 

@@ -13,20 +13,6 @@ namespace {
 constexpr double kWidth = 760, kHeight = 420, kLeft = 70, kRight = 230, kTop = 40, kBottom = 70;
 constexpr const char* kColours[] = {"#1b6ca8", "#d1495b", "#3a7d44", "#8e5ea2", "#e08e1b", "#4c9f9f", "#7a5c3e", "#555555"};
 
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (const char c : text) {
-    if (c == '&') {
-      out += "&amp;";
-    } else if (c == '<') {
-      out += "&lt;";
-    } else {
-      out += c;
-    }
-  }
-  return out;
-}
-
 // One axis: values to positions, and where its ticks are.
 struct Axis {
   double low = 0, high = 1, from = 0, to = 1;
@@ -77,12 +63,33 @@ struct Axis {
   }
 };
 
-std::string text(double x, double y, const char* anchor, const std::string& words, const char* more = "") {
-  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\" {}>{}</text>\n", x, y, anchor, more,
-                     escaped(words));
+}  // namespace
+
+std::string svg_escaped(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    if (c == '&') {
+      out += "&amp;";
+    } else if (c == '<') {
+      out += "&lt;";
+    } else {
+      out += c;
+    }
+  }
+  return out;
 }
 
-}  // namespace
+std::string svg_text(double x, double y, const char* anchor, const std::string& words, const char* more) {
+  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\" {}>{}</text>\n", x, y, anchor, more,
+                     svg_escaped(words));
+}
+
+std::string svg_open(double width, double height) {
+  return fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
+      "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{0}\" height=\"{1}\" fill=\"white\"/>\n",
+      width, height);
+}
 
 std::string svg(const Chart& chart) {
   std::vector<double> xs, ys;
@@ -90,27 +97,24 @@ std::string svg(const Chart& chart) {
     for (const auto& [x, y] : series.points) xs.push_back(x), ys.push_back(y);
   }
   const Axis x(xs, chart.log_x, kLeft, kWidth - kRight), y(ys, chart.log_y, kHeight - kBottom, kTop);
-  std::string out = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
-      "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{0}\" height=\"{1}\" fill=\"white\"/>\n",
-      kWidth, kHeight);
-  out += text(kLeft, 22, "start", chart.title, "font-size=\"15\" font-weight=\"bold\"");
+  std::string out = svg_open(kWidth, kHeight);
+  out += svg_text(kLeft, 22, "start", chart.title, "font-size=\"15\" font-weight=\"bold\"");
   const auto line = [&](double x1, double y1, double x2, double y2) {
     out +=
         fmt::format("<line x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\" stroke=\"#dddddd\"/>\n", x1, y1, x2, y2);
   };
   for (const double tick : x.ticks) {
     line(x.at(tick), kTop, x.at(tick), kHeight - kBottom);
-    out += text(x.at(tick), kHeight - kBottom + 16, "middle", fmt::format("{:.4g}", tick));
+    out += svg_text(x.at(tick), kHeight - kBottom + 16, "middle", fmt::format("{:.4g}", tick));
   }
   for (const double tick : y.ticks) {
     line(kLeft, y.at(tick), kWidth - kRight, y.at(tick));
-    out += text(kLeft - 6, y.at(tick) + 4, "end", fmt::format("{:.4g}", tick));
+    out += svg_text(kLeft - 6, y.at(tick) + 4, "end", fmt::format("{:.4g}", tick));
   }
-  out += text((kLeft + kWidth - kRight) / 2, kHeight - kBottom + 34, "middle", chart.x_label);
-  out += text(16, (kTop + kHeight - kBottom) / 2, "middle", chart.y_label,
-              fmt::format("transform=\"rotate(-90 16 {:.1f})\"", (kTop + kHeight - kBottom) / 2).c_str());
-  out += text(10, kHeight - 12, "start", chart.note, "font-size=\"10\" fill=\"#666666\"");
+  out += svg_text((kLeft + kWidth - kRight) / 2, kHeight - kBottom + 34, "middle", chart.x_label);
+  out += svg_text(16, (kTop + kHeight - kBottom) / 2, "middle", chart.y_label,
+                  fmt::format("transform=\"rotate(-90 16 {:.1f})\"", (kTop + kHeight - kBottom) / 2).c_str());
+  out += svg_text(10, kHeight - 12, "start", chart.note, "font-size=\"10\" fill=\"#666666\"");
   for (size_t i = 0; i < chart.series.size(); ++i) {
     const char* colour = kColours[i % std::size(kColours)];
     std::string points, dots;
@@ -122,7 +126,7 @@ std::string svg(const Chart& chart) {
     const double at = kTop + 12 + 18 * static_cast<double>(i);
     out += fmt::format("<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"14\" height=\"4\" fill=\"{}\"/>\n", kWidth - kRight + 14,
                        at - 6, colour);
-    out += text(kWidth - kRight + 34, at, "start", chart.series[i].name);
+    out += svg_text(kWidth - kRight + 34, at, "start", chart.series[i].name);
   }
   return out + "</svg>\n";
 }

@@ -20,4 +20,9 @@ struct Chart {
 
 std::string svg(const Chart& chart);
 
+// The parts that other pictures share. `more`: attributes of the element.
+std::string svg_open(double width, double height);
+std::string svg_escaped(const std::string& text);
+std::string svg_text(double x, double y, const char* anchor, const std::string& words, const char* more = "");
+
 }  // namespace scope::cli

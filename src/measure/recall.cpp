@@ -11,43 +11,9 @@ namespace scope {
 
 namespace {
 
-double element(const RowsView& x, int64_t token, int64_t c) {
-  const std::byte* row = x.row(token);
-  if (x.dtype == DType::f32) return reinterpret_cast<const float*>(row)[c];
-  const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[c];
-  return x.dtype == DType::bf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
-}
-
 struct Query {
   double mass = 0, oracle = 0, retention = 0, top = 0, difference = 0, norm = 0, cosine = 0;
 };
-
-ExactQuery exact_query(const RowsView& q, const RowsView& k, const RowsView& v, int64_t token) {
-  const int64_t n = k.tokens, dim = q.dim;
-  ExactQuery exact{token, std::vector<double>(static_cast<size_t>(n)), 0,
-                   std::vector<double>(static_cast<size_t>(dim), 0.0)};
-  std::vector<double>& p = exact.mass;
-  std::vector<double> query(static_cast<size_t>(dim));
-  for (int64_t c = 0; c < dim; ++c) query[c] = element(q, token, c) / std::sqrt(static_cast<double>(dim));
-  double high = -INFINITY;
-  for (int64_t j = 0; j < n; ++j) {
-    double sum = 0;
-    for (int64_t c = 0; c < dim; ++c) sum += query[c] * element(k, j, c);
-    p[j] = sum;
-    high = std::max(high, sum);
-  }
-  double total = 0;
-  for (double& x : p) total += x = std::exp(x - high);
-  for (double& x : p) x /= total;
-  for (int64_t j = 0; j < n; ++j) {
-    for (int64_t c = 0; c < dim; ++c) exact.out[c] += p[j] * element(v, j, c);
-  }
-  const int64_t best = std::max<int64_t>(1, ceil_share(0.1, n));
-  std::vector<double> sorted = p;
-  std::nth_element(sorted.begin(), sorted.begin() + (best - 1), sorted.end(), std::greater<>());
-  exact.least_top = sorted[best - 1];
-  return exact;
-}
 
 Query measure_query(const ExactQuery& exact, const RowsView& out, const HeadSelection& selection) {
   const auto n = static_cast<int64_t>(exact.mass.size()), dim = static_cast<int64_t>(exact.out.size());
@@ -85,9 +51,6 @@ Query measure_query(const ExactQuery& exact, const RowsView& out, const HeadSele
   return result;
 }
 
-// The middle of `samples` equal stretches: every part of the video is looked at.
-int64_t sampled_token(int64_t i, int64_t samples, int64_t tokens) { return (2 * i + 1) * tokens / (2 * samples); }
-
 Quality summary(const std::vector<Query>& queries) {
   Quality quality;
   const auto count = static_cast<double>(queries.size());
@@ -110,6 +73,42 @@ Quality summary(const std::vector<Query>& queries) {
 }
 
 }  // namespace
+
+double element(const RowsView& x, int64_t token, int64_t c) {
+  const std::byte* row = x.row(token);
+  if (x.dtype == DType::f32) return reinterpret_cast<const float*>(row)[c];
+  const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[c];
+  return x.dtype == DType::bf16 ? bf16_to_f32(bits) : f16_to_f32(bits);
+}
+
+ExactQuery exact_query(const RowsView& q, const RowsView& k, const RowsView& v, int64_t token) {
+  const int64_t n = k.tokens, dim = q.dim;
+  ExactQuery exact{token, std::vector<double>(static_cast<size_t>(n)), 0,
+                   std::vector<double>(static_cast<size_t>(dim), 0.0)};
+  std::vector<double>& p = exact.mass;
+  std::vector<double> query(static_cast<size_t>(dim));
+  for (int64_t c = 0; c < dim; ++c) query[c] = element(q, token, c) / std::sqrt(static_cast<double>(dim));
+  double high = -INFINITY;
+  for (int64_t j = 0; j < n; ++j) {
+    double sum = 0;
+    for (int64_t c = 0; c < dim; ++c) sum += query[c] * element(k, j, c);
+    p[j] = sum;
+    high = std::max(high, sum);
+  }
+  double total = 0;
+  for (double& x : p) total += x = std::exp(x - high);
+  for (double& x : p) x /= total;
+  for (int64_t j = 0; j < n; ++j) {
+    for (int64_t c = 0; c < dim; ++c) exact.out[c] += p[j] * element(v, j, c);
+  }
+  const int64_t best = std::max<int64_t>(1, ceil_share(0.1, n));
+  std::vector<double> sorted = p;
+  std::nth_element(sorted.begin(), sorted.begin() + (best - 1), sorted.end(), std::greater<>());
+  exact.least_top = sorted[best - 1];
+  return exact;
+}
+
+int64_t sampled_token(int64_t i, int64_t samples, int64_t tokens) { return (2 * i + 1) * tokens / (2 * samples); }
 
 std::vector<ExactQuery> exact_queries(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v,
                                       int64_t samples) {

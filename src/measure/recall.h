@@ -35,6 +35,11 @@ struct ExactQuery {
   std::vector<double> out;   // [dim]
 };
 
+double element(const RowsView& x, int64_t token, int64_t channel);
+ExactQuery exact_query(const RowsView& q, const RowsView& k, const RowsView& v, int64_t token);
+// Which queries are looked at: the middles of `samples` equal stretches, so that every part of the video is.
+int64_t sampled_token(int64_t i, int64_t samples, int64_t tokens);
+
 // samples: as below.
 std::vector<ExactQuery> exact_queries(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v,
                                       int64_t samples);
