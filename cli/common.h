@@ -154,6 +154,7 @@ void add_bench(CLI::App& app);
 void add_compare(CLI::App& app);
 void add_demo(CLI::App& app);
 void add_doctor(CLI::App& app);
+void add_evaluate(CLI::App& app);
 void add_inspect(CLI::App& app);
 void add_methods(CLI::App& app);
 void add_profile(CLI::App& app);

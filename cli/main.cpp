@@ -52,6 +52,7 @@ int main(int argc, char** argv) {
   scope::cli::add_bench(app);
   scope::cli::add_demo(app);
   scope::cli::add_doctor(app);
+  scope::cli::add_evaluate(app);
   scope::cli::add_inspect(app);
   scope::cli::add_methods(app);
   scope::cli::add_profile(app);

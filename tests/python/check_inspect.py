@@ -6,15 +6,14 @@ import base64
 import json
 import math
 import os
-import struct
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree
-import zlib
 
 import numpy as np
 
+import pngs
 import tensors
 
 SCOPE = sys.argv[1]
@@ -42,32 +41,9 @@ def refuse(code, words, *arguments):
     assert not os.path.exists(f"{folder}/never")
 
 
-def read_png(data):
-    """8-bit RGB [height, width, 3]; all five filters."""
-    at, packed = 8, b""
-    while at < len(data):
-        size, name = struct.unpack(">I4s", data[at:at + 8])
-        if name == b"IHDR":
-            width, height, depth, colour = struct.unpack(">IIBB", data[at + 8:at + 18])
-            assert (depth, colour) == (8, 2)
-        if name == b"IDAT":
-            packed += data[at + 8:at + 8 + size]
-        at += size + 12
-    raw = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(height, 1 + width * 3)
-    rows = np.zeros((height + 1, width * 3 + 3), np.int64)  # a row and a pixel of zeros in front
-    for y in range(height):
-        kind = raw[y, 0]
-        for i in range(width * 3):
-            left, up, corner = rows[y + 1, i], rows[y, i + 3], rows[y, i]
-            guess = left + up - corner
-            paeth = min((abs(guess - left), 0, left), (abs(guess - up), 1, up), (abs(guess - corner), 2, corner))[2]
-            rows[y + 1, i + 3] = (raw[y, 1 + i] + (0, left, up, (left + up) // 2, paeth)[kind]) % 256
-    return rows[1:, 3:].reshape(height, width, 3)
-
-
 def pictures(path):
     images = xml.etree.ElementTree.parse(path).findall(f"{SVG}image")
-    return [read_png(base64.b64decode(image.get("href").split(",")[1], validate=True)) for image in images]
+    return [pngs.read(base64.b64decode(image.get("href").split(",")[1], validate=True)) for image in images]
 
 
 def selection(method, head):

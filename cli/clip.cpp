@@ -1,0 +1,72 @@
+// Finds the frames of a clip and compares two clips.
+#include "clip.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <mutex>
+
+namespace scope::cli {
+
+namespace fs = std::filesystem;
+
+Clip open_clip(const std::string& path) {
+  Clip clip{.path = path, .name = fs::path(path).lexically_normal().filename(), .frames = {}, .run = {}};
+  if (clip.name.empty() || clip.name == ".") clip.name = fs::weakly_canonical(path).parent_path().filename();
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(path, error)) {
+    if (entry.path().extension() == ".png") clip.frames.push_back(entry.path());
+  }
+  require(!error, Status::io, "cannot read {}: {}", path, error.message());
+  require(!clip.frames.empty(), Status::io, "{}: there is no .png file; expected a folder of frames", path);
+  // frame_1000 comes after frame_999
+  std::sort(clip.frames.begin(), clip.frames.end(),
+            [](const std::string& a, const std::string& b) { return a.size() != b.size() ? a.size() < b.size() : a < b; });
+  const std::string run = path + "/run.json";
+  if (!fs::exists(run)) return clip;
+  const auto bytes = io::read_file(run, int64_t{1} << 28);
+  clip.run = nlohmann::ordered_json::parse(reinterpret_cast<const char*>(bytes.data()),
+                                           reinterpret_cast<const char*>(bytes.data()) + bytes.size(), nullptr, false);
+  require(clip.run.is_object(), Status::format, "{}: not a JSON object", run);
+  return clip;
+}
+
+VideoQuality compare_clips(ThreadPool& pool, const Clip& a, const Clip& b, int64_t skip, const std::function<void()>& done) {
+  require(a.frames.size() == b.frames.size(), Status::shape, "{}: {} frames, and {} has {}", b.path, b.frames.size(), a.path,
+          a.frames.size());
+  require(skip < std::ssize(a.frames), Status::invalid_argument, "--skip: got {}, expected less than the {} frames", skip,
+          a.frames.size());
+  const io::Image first = io::read_png(a.frames[0]);
+  const auto read = [&](const std::string& path) {
+    io::Image image = io::read_png(path);
+    require(image.width == first.width && image.height == first.height, Status::shape,
+            "{}: {} x {} pixels, expected the {} x {} of {}", path, image.width, image.height, first.width, first.height,
+            a.frames[0]);
+    return image;
+  };
+  std::vector<FrameQuality> frames(a.frames.size());
+  std::mutex mutex;
+  pool.run(std::ssize(frames), [&](int64_t i, int) {
+    frames[i] = compare_frames(read(a.frames[i]), read(b.frames[i]));
+    const std::lock_guard lock(mutex);
+    done();
+  });
+  return summarise(std::move(frames), skip);
+}
+
+nlohmann::ordered_json quality_json(const VideoQuality& quality) {
+  nlohmann::ordered_json json{{"psnr", quality.mean_psnr},    {"pooled_psnr", quality.pooled_psnr},
+                              {"ssim", quality.ssim},         {"mse", quality.mse},
+                              {"skip", quality.skip},         {"equal_frames", quality.equal_frames},
+                              {"worst_frame", quality.worst}, {"frames", nlohmann::ordered_json::array()}};
+  for (const FrameQuality& frame : quality.frames) {
+    json["frames"].push_back({{"mse", frame.mse}, {"psnr", frame.psnr}, {"ssim", frame.ssim}});
+  }
+  return json;
+}
+
+std::string decibel(double psnr) { return std::isinf(psnr) ? "equal" : fmt::format("{:.2f} dB", psnr); }
+
+}  // namespace scope::cli

@@ -1,0 +1,24 @@
+// A generated clip: a folder of PNG frames, and run.json where it was made by scope generate.
+#pragma once
+
+#include "common.h"
+#include "measure/video_quality.h"
+
+namespace scope::cli {
+
+struct Clip {
+  std::string path, name;  // name: the folder's
+  std::vector<std::string> frames;
+  nlohmann::ordered_json run;  // null where there is no run.json
+};
+// A folder without frames, and a run.json that is not JSON, are refused.
+Clip open_clip(const std::string& path);
+
+// Frame by frame. Other counts or sizes are refused with the numbers; `done` is called after each frame.
+VideoQuality compare_clips(ThreadPool& pool, const Clip& a, const Clip& b, int64_t skip, const std::function<void()>& done);
+
+// Numbers of a comparison; an infinite PSNR is null.
+nlohmann::ordered_json quality_json(const VideoQuality& quality);
+std::string decibel(double psnr);  // "31.42 dB", or "equal"
+
+}  // namespace scope::cli
