@@ -158,5 +158,6 @@ void add_evaluate(CLI::App& app);
 void add_inspect(CLI::App& app);
 void add_methods(CLI::App& app);
 void add_profile(CLI::App& app);
+void add_report(CLI::App& app);
 
 }  // namespace scope::cli

@@ -56,6 +56,7 @@ int main(int argc, char** argv) {
   scope::cli::add_inspect(app);
   scope::cli::add_methods(app);
   scope::cli::add_profile(app);
+  scope::cli::add_report(app);
   try {
     app.parse(argc, argv);
     return 0;
