@@ -12,10 +12,11 @@ namespace scope::cuda {
 
 namespace {
 
-constexpr int kMostDim = 128, kWarps = 4, kThreads = kWarps * 32;
-constexpr int kEach = kMostDim / 32;  // channels of a lane
-constexpr int kAhead = 4;             // rows that a warp reads before it uses the first
-static_assert(kThreads == kMostDim);
+constexpr int kMostDim = 128, kThreads = 128;
+constexpr int kEach = 8;                                             // channels of a thread: 16 bytes
+constexpr int kLanes = kMostDim / kEach, kRows = kThreads / kLanes;  // threads of a row, rows at a time
+constexpr int kAhead = 4;                                            // rows that a thread reads before it uses the first
+static_assert(kThreads == kMostDim && kLanes == 16);
 
 // A block of threads for each run of each head.
 struct RunsLaunch {
@@ -40,14 +41,15 @@ struct RunsLaunch {
 };
 
 template <class T>
-__device__ float to_float(uint16_t bits) {
-  if constexpr (std::is_same_v<T, __half>) return __half2float(__ushort_as_half(bits));
-  return __uint_as_float(uint32_t{bits} << 16);
+__device__ float2 to_floats(uint32_t bits) {
+  if constexpr (std::is_same_v<T, __half>) return __half22float2(reinterpret_cast<const __half2&>(bits));
+  return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
-template <class T>
-__device__ T warp_sum(T x) {
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+// Over kWidth lanes that stand together.
+template <int kWidth>
+__device__ float lanes_sum(float x) {
+  for (int offset = kWidth / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
   return x;
 }
 
@@ -67,15 +69,16 @@ __device__ void list_run(const RunsLaunch& a, int64_t head, int64_t run, int64_t
   if (run == a.runs - 1) a.offsets[head][a.runs] = end;
 }
 
-// Warp w takes rows w, w + 4, …, a lane four channels of each. The mean of a Gram matrix of unit vectors is the square of
-// the length of their mean.
+// The mean of a Gram matrix of unit vectors is the square of the length of their mean. A row whose length is below 1e-15
+// counts as zero: it has no direction.
 template <class T>
-__global__ void __launch_bounds__(kThreads) runs_kernel(const RunsLaunch a) {
-  __shared__ double sums[kWarps][kMostDim], units[kWarps][kMostDim], squares[kWarps];
-  __shared__ int finite_rows[kWarps];
+__global__ void __launch_bounds__(kThreads, 5) runs_kernel(const RunsLaunch a) {
+  __shared__ float sums[kRows][kMostDim], units[kRows][kMostDim];  // [.., k x kLanes + lane]: channel lane x kEach + k
+  __shared__ int finite_rows[kRows];
+  __shared__ float squares[kThreads / 32];
   const int64_t head = blockIdx.x / a.runs, run = blockIdx.x % a.runs;
   const int64_t begin = run * a.block, end = min(begin + a.block, a.count);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel = lane * kEach;
+  const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes, channel = lane * kEach;
   const bool inside = channel < a.dim;
   list_run(a, head, run, begin, end);
 
@@ -83,39 +86,35 @@ __global__ void __launch_bounds__(kThreads) runs_kernel(const RunsLaunch a) {
   for (int k = 0; k < kEach && inside && a.centre; ++k) centre[k] = a.centre[head][channel + k];
   double sum[kEach] = {}, unit[kEach] = {};
   int finite = 0;
-  for (int64_t first = begin + warp; first < end; first += kAhead * kWarps) {
-    ushort4 bits[kAhead];
+  for (int64_t first = begin; first < end; first += kAhead * kRows) {
+    uint4 bits[kAhead];
 #pragma unroll
     for (int r = 0; r < kAhead; ++r) {
-      const int64_t i = first + r * kWarps;
+      const int64_t i = first + r * kRows + row;
       bits[r] = {0, 0, 0, 0};
-      if (i < end && inside) bits[r] = *reinterpret_cast<const ushort4*>(a.x.row(head, a.token(i)) + channel);
+      if (i < end && inside) bits[r] = *reinterpret_cast<const uint4*>(a.x.row(head, a.token(i)) + channel);
     }
     float few_sum[kEach] = {}, few_unit[kEach] = {};  // of so few rows, f32 is enough
 #pragma unroll
     for (int r = 0; r < kAhead; ++r) {
-      if (first + r * kWarps >= end) break;
-      const float x[kEach] = {to_float<T>(bits[r].x), to_float<T>(bits[r].y), to_float<T>(bits[r].z),
-                              to_float<T>(bits[r].w)};
-      float y[kEach], square = 0;
+      const uint32_t pairs[kEach / 2] = {bits[r].x, bits[r].y, bits[r].z, bits[r].w};
+      float x[kEach], square = 0;
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        y[k] = x[k] - centre[k];
-        square = fmaf(y[k], y[k], square);
+      for (int k = 0; k < kEach; k += 2) {
+        const float2 two = to_floats<T>(pairs[k / 2]);
+        x[k] = two.x;
+        x[k + 1] = two.y;
+        square = fmaf(two.x - centre[k], two.x - centre[k], square);
+        square = fmaf(two.y - centre[k + 1], two.y - centre[k + 1], square);
       }
-      square = warp_sum(square);
-      const bool good = square < INFINITY;  // else the similarity becomes NaN, as it does where a row is zero
-      float scale = rsqrtf(square);
-      if (square < 1e-30f) {
-        double small = 0;
-        for (int k = 0; k < kEach; ++k) small += static_cast<double>(y[k]) * static_cast<double>(y[k]);
-        scale = static_cast<float>(rsqrt(warp_sum(small)));
-      }
+      square = lanes_sum<kLanes>(square);
+      const bool listed = first + r * kRows + row < end, good = listed && square < INFINITY;
+      const float scale = square > 1e-30f && good ? rsqrtf(square) : listed ? NAN : 0.0f;
       finite += good ? 1 : 0;
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
         few_sum[k] += good ? x[k] : 0.0f;
-        few_unit[k] += good ? y[k] * scale : NAN;
+        few_unit[k] = fmaf(x[k] - centre[k], scale, few_unit[k]);
       }
     }
 #pragma unroll
@@ -126,35 +125,36 @@ __global__ void __launch_bounds__(kThreads) runs_kernel(const RunsLaunch a) {
   }
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
-    sums[warp][channel + k] = sum[k];
-    units[warp][channel + k] = unit[k];
+    sums[row][k * kLanes + lane] = static_cast<float>(sum[k]);
+    units[row][k * kLanes + lane] = static_cast<float>(unit[k]);
   }
-  if (lane == 0) finite_rows[warp] = finite;
+  if (lane == 0) finite_rows[row] = finite;
   __syncthreads();
 
   double total = 0, direction = 0;
   finite = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    total += sums[w][threadIdx.x];
-    direction += units[w][threadIdx.x];
-    finite += finite_rows[w];
+  for (int r = 0; r < kRows; ++r) {
+    total += static_cast<double>(sums[r][threadIdx.x]);
+    direction += static_cast<double>(units[r][threadIdx.x]);
+    finite += finite_rows[r];
   }
-  if (a.means && threadIdx.x < a.dim) {
-    a.means[head][run * a.dim + threadIdx.x] = static_cast<float>(finite > 0 ? total / finite : 0.0);
+  const int mine = lane * kEach + row;  // the channel that this thread has added up
+  if (a.means && mine < a.dim) {
+    a.means[head][run * a.dim + mine] = finite > 0 ? static_cast<float>(total) / static_cast<float>(finite) : 0.0f;
   }
   if (threadIdx.x == 0) {
     if (a.finite) a.finite[head][run] = finite;
     if (a.status != nullptr && finite < end - begin) atomicOr(a.status, 1u);
   }
   if (!a.similarity) return;
-  const double square = warp_sum(threadIdx.x < a.dim ? direction * direction : 0.0);
-  if (lane == 0) squares[warp] = square;
+  const float part = static_cast<float>(direction) / static_cast<float>(a.block);
+  const float square = lanes_sum<32>(mine < a.dim ? part * part : 0.0f);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  double all = 0;
-  for (int w = 0; w < kWarps; ++w) all += squares[w];
-  const auto pairs = static_cast<double>(a.block) * static_cast<double>(a.block);
-  a.similarity[head][run] = end - begin < a.block ? NAN : static_cast<float>(all / pairs);
+  float all = 0;
+  for (const float x : squares) all += x;
+  a.similarity[head][run] = end - begin < a.block ? NAN : all;
 }
 
 // Where channel c of code r lies among the codebooks: base[c] x codes + r x depth[c] + column[c].

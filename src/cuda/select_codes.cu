@@ -78,18 +78,22 @@ __device__ void sort_keys(uint64_t (&key)[kEach], uint64_t* shared) {
   for (int run = 2; run <= kRankThreads * kEach; run *= 2) {
     for (int distance = run / 2; distance >= kEach; distance /= 2) {
       const bool larger = ((first & distance) == 0) == ((first & run) == 0);
-      const bool far = distance >= 32 * kEach;
-      if (far) {
+      const int lanes = distance / kEach;
+      uint64_t other[kEach];
+      if (lanes < 32) {
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) other[e] = __shfl_xor_sync(~0u, key[e], lanes);
+      } else {
         __syncthreads();  // everyone has read what was there
 #pragma unroll
         for (int e = 0; e < kEach; ++e) shared[e * kRankThreads + threadIdx.x] = key[e];
         __syncthreads();
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) other[e] = shared[e * kRankThreads + (threadIdx.x ^ lanes)];
       }
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        const int lanes = distance / kEach;
-        const uint64_t other = far ? shared[e * kRankThreads + (threadIdx.x ^ lanes)] : __shfl_xor_sync(~0u, key[e], lanes);
-        if ((other > key[e]) == larger) key[e] = other;
+        if ((other[e] > key[e]) == larger) key[e] = other[e];
       }
     }
 #pragma unroll
@@ -337,7 +341,7 @@ __global__ void __launch_bounds__(kKeepThreads) keep_codes(ProxyLaunch p, CodesL
 
 constexpr int kEmitWarps = 8, kEmitThreads = kEmitWarps * 32;
 constexpr int kEmitWords = 32, kEmitKeys = 32 * kEmitWords;  // of a warp at a time
-constexpr int kPartKeys = 2 * kEmitWarps * kEmitKeys;        // of a block
+constexpr int kPassKeys = kEmitWarps * kEmitKeys;            // of a block at a time
 
 // Bit l of lane g becomes bit g of lane l.
 __device__ uint32_t transpose(uint32_t x) {
@@ -352,8 +356,8 @@ __device__ uint32_t transpose(uint32_t x) {
   return x;
 }
 
-// A block for 32 groups and a stretch of keys. In the table a code has one bit per group, so that one lookup answers for
-// all of them; transposed, the bits of 32 keys are the groups' mask words.
+// A block for 32 groups and one of `parts` of the keys. In the table a code has one bit per group, so that one lookup
+// answers for all of them; transposed, the bits of 32 keys are the groups' mask words.
 __global__ void __launch_bounds__(kEmitThreads, 4)
     emit_codes(ProxyLaunch p, CodesLaunch a, MaskLaunch mask, int tiles, int parts) {
   extern __shared__ uint32_t table[];                                                // [codes]
@@ -377,8 +381,9 @@ __global__ void __launch_bounds__(kEmitThreads, 4)
   __syncthreads();
 
   const int32_t* labels = p.labels[head];
-  const int64_t stretch_end = min(int64_t{part + 1} * kPartKeys, int64_t{p.count});
-  for (int64_t first = int64_t{part} * kPartKeys + warp * kEmitKeys; first < stretch_end; first += kEmitWarps * kEmitKeys) {
+  // The same passes for all warps: where the compiler cannot see that a warp's lanes stay together, a shuffle is a call.
+  for (int64_t pass = int64_t{part} * kPassKeys; pass < p.count; pass += int64_t{parts} * kPassKeys) {
+    const int64_t first = pass + warp * kEmitKeys;
 #pragma unroll 8
     for (int w = 0; w < kEmitWords; ++w) {
       const int64_t key = first + w * 32 + lane;
@@ -471,7 +476,10 @@ void select_codes(const Exec& exec, std::span<const SelectArgs> heads, const Pro
   keep_codes<<<grid(n), kKeepThreads, 0, stream(exec)>>>(p, a);
   check_launch("keep_codes");
 
-  const auto tiles = static_cast<int>(ceil_div(p.groups, 32)), parts = static_cast<int>(ceil_div(p.count, kPartKeys));
+  // Few parts, since each makes its table anew, but enough to keep the device busy.
+  const int64_t wanted = ceil_div(8 * exec.device->multiprocessors, n * ceil_div(p.groups, 32));
+  const auto tiles = static_cast<int>(ceil_div(p.groups, 32));
+  const auto parts = static_cast<int>(std::min(wanted, ceil_div(p.count, kPassKeys)));
   const int64_t emit_bytes = static_cast<int64_t>(table) + kEmitWarps * 32 * (kEmitWords + 1) * 4;
   allow_shared(emit_codes, emit_bytes);
   emit_codes<<<grid(n * tiles * parts), kEmitThreads, static_cast<size_t>(emit_bytes), stream(exec)>>>(p, a, mask, tiles,
