@@ -28,7 +28,7 @@ struct GroupArgs {
   int32_t* order = nullptr;    // [count] out: tokens by group, ascending within a group
   int64_t* offsets = nullptr;  // [groups + 1] out
   // [groups] out, optional, blocks only: the mean of the Gram matrix of a block's rows, each scaled to length 1; NaN for a
-  // block shorter than `block`, and where a row is zero.
+  // block shorter than `block`, and where a row is zero (on a device: shorter than 1e-15).
   float* similarity = nullptr;
   uint32_t* status = nullptr;  // [1] device only: bit 0 is set when a row that takes part is not finite
   Scratch scratch;
