@@ -156,6 +156,7 @@ void add_demo(CLI::App& app);
 void add_doctor(CLI::App& app);
 void add_evaluate(CLI::App& app);
 void add_inspect(CLI::App& app);
+void add_generate(CLI::App& app);
 void add_methods(CLI::App& app);
 void add_profile(CLI::App& app);
 void add_report(CLI::App& app);

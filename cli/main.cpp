@@ -42,6 +42,7 @@ int main(int argc, char** argv) {
       "  scope attend qkv.safetensors -o out.safetensors --set rule=target --set density=0.2\n"
       "  scope compare qkv.safetensors --methods scope,svg2,sparge --density 0.1,0.2   methods side by side\n"
       "  scope inspect qkv.safetensors -o look                                 pictures of a head\n"
+      "  scope generate -o runs/scope --target-density 0.2                     a video with the bundled model\n"
       "  scope methods                                                         every method and setting\n",
       "scope");
   app.require_subcommand(1);
@@ -54,6 +55,7 @@ int main(int argc, char** argv) {
   scope::cli::add_doctor(app);
   scope::cli::add_evaluate(app);
   scope::cli::add_inspect(app);
+  scope::cli::add_generate(app);
   scope::cli::add_methods(app);
   scope::cli::add_profile(app);
   scope::cli::add_report(app);

@@ -1,0 +1,440 @@
+// scope generate: a video from noise with the native runner, dense or sparse, into a folder of frames.
+#include <fmt/format.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <set>
+
+#include "common.h"
+#include "io/png.h"
+#include "io/safetensors.h"
+#include "video/media.h"
+#include "video/sampler.h"
+
+extern char** environ;
+
+namespace scope::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Options {
+  std::string output, model = "tiny-wan", method = "scope", target_density, grid, image, condition, noise, dump, dump_steps,
+                      compute = "f32";
+  std::vector<std::string> set;
+  int64_t steps = 20, example = 0;
+  uint64_t seed = 0;
+  double shift = 0, guidance = 0;
+  bool latents = false;
+  MachineFlags machine;
+};
+
+// A folder that appears under its name only when it is whole; a run that was there before is replaced.
+class RunFolder {
+ public:
+  explicit RunFolder(const std::string& path) : path_(path), temporary_(fmt::format("{}.{}.tmp", path, ::getpid())) {
+    while (path_.size() > 1 && path_.ends_with('/')) path_.pop_back();
+    temporary_ = fmt::format("{}.{}.tmp", path_, ::getpid());
+    std::error_code error;
+    require(!fs::exists(path_) || fs::exists(path_ + "/run.json") || (fs::is_directory(path_) && fs::is_empty(path_, error)),
+            Status::invalid_argument, "--output: {} exists and holds no run; it is left alone", path_);
+    fs::create_directory(temporary_, error);
+    require(!error, Status::io, "cannot create a folder for {}: {}", path_, error.message());
+  }
+  RunFolder(const RunFolder&) = delete;
+  RunFolder& operator=(const RunFolder&) = delete;
+  ~RunFolder() {
+    std::error_code ignored;
+    fs::remove_all(temporary_, ignored);
+  }
+
+  std::string file(const std::string& name) const { return temporary_ + "/" + name; }
+  const std::string& temporary() const { return temporary_; }
+
+  void finish() {
+    std::error_code error;
+    const std::string old = temporary_ + ".old";
+    if (fs::exists(path_)) fs::rename(path_, old, error);
+    if (!error) fs::rename(temporary_, path_, error);
+    require(!error, Status::io, "cannot rename the finished run to {}: {}", path_, error.message());
+    fs::remove_all(old, error);
+  }
+
+ private:
+  std::string path_, temporary_;
+};
+
+// A folder as it is, or the name of a bundled model.
+std::string find_model_folder(const std::string& name) {
+  if (name.find('/') != std::string::npos || fs::exists(name + "/config.json")) return name;
+  std::vector<std::string> places;
+  if (const char* set = std::getenv("SCOPE_MODELS"); set != nullptr) places.emplace_back(set);
+  std::error_code error;
+  const fs::path self = fs::read_symlink("/proc/self/exe", error);
+  if (!error) places.push_back((self.parent_path().parent_path() / "share/scope/models").string());
+  places.emplace_back(SCOPE_SOURCE_MODELS);
+  for (const std::string& place : places) {
+    if (fs::exists(place + "/" + name + "/config.json")) return place + "/" + name;
+  }
+  fail(Status::io, "--model: there is no \"{}\" in {}", name, fmt::join(places, ", "));
+}
+
+// A float tensor of a file; `shape` has -1 where any size will do. A leading 1 or, with `pick`, a batch of which one is
+// taken, may stand before it.
+std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,
+                               const std::vector<int64_t>& shape, int64_t pick) {
+  const auto found = file.tensors.find(name);
+  require(found != file.tensors.end(), Status::format, "{}: there is no tensor \"{}\"", path, name);
+  std::vector<int64_t> got = found->second.shape;
+  std::vector<float> values = io::with_path(path + ": " + name, [&] { return video::to_f32(found->second); });
+  if (got.size() == shape.size() + 1) {
+    require(pick < got[0], Status::shape, "{}: {} holds {} samples, --example asks for {} (from 0)", path, name, got[0],
+            pick);
+    const auto each = static_cast<int64_t>(values.size()) / got[0];
+    values = std::vector<float>(values.begin() + pick * each, values.begin() + (pick + 1) * each);
+    got.erase(got.begin());
+  }
+  bool fits = got.size() == shape.size();
+  for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || got[i] == shape[i];
+  std::string expected;
+  for (const int64_t n : shape)
+    expected += fmt::format("{}{}", expected.empty() ? "" : ", ", n < 0 ? "n" : std::to_string(n));
+  require(fits, Status::shape, "{}: {} has shape [{}], expected [{}]", path, name, io::join(got), expected);
+  return values;
+}
+
+std::array<int64_t, 3> parse_grid(const std::string& text) {
+  const auto values = parse_list("--grid", text, 'x');
+  require(values.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW in tokens", text);
+  return {values[0], values[1], values[2]};
+}
+
+struct Inputs {
+  video::Request request;
+  video::Notes notes;
+};
+
+// What the bundled model is conditioned on: the first frame and the motion tokens of an example, or of the user's files.
+void read_rgb_inputs(const Options& options, const std::string& folder, const video::Config& config,
+                     const std::array<int64_t, 3>& size, video::Request& request) {
+  const std::string examples = folder + "/examples.safetensors";
+  const std::string path = options.condition.empty() ? examples : options.condition;
+  const io::SafeTensors file = io::read_safetensors(path);
+  request.prompt.text = take_floats(path, file, "prompt_embeds", {-1, config.text_dim}, options.example);
+  require(config.in_channels == video::kRgbChannels + video::kGuideChannels + video::kRgbChannels &&
+              config.out_channels == video::kRgbChannels,
+          Status::format, "{}: scope.json says rgb, which takes 28 channels and gives 12; config.json says {} and {}",
+          folder, config.in_channels, config.out_channels);
+  io::Image first;
+  if (!options.image.empty()) {
+    first = io::read_png(options.image);
+  } else {
+    const auto truth = file.tensors.find("truth");
+    require(truth != file.tensors.end() && truth->second.type == io::ElementType::u8 && truth->second.shape.size() == 5 &&
+                truth->second.shape[4] == 3 && truth->second.shape[1] >= 1,
+            Status::invalid_argument, "--image: {} holds no frames, so a first frame is needed", path);
+    const auto& shape = truth->second.shape;
+    require(options.example < shape[0], Status::shape, "--example: got {}, {} holds {} clips", options.example, path,
+            shape[0]);
+    first = {shape[2], shape[3], {}};
+    first.rgb.resize(static_cast<size_t>(shape[2] * shape[3] * 3));
+    const auto at = static_cast<size_t>(options.example * shape[1]) * first.rgb.size();
+    std::memcpy(first.rgb.data(), truth->second.data.data() + at, first.rgb.size());
+  }
+  try {
+    request.condition = video::first_frame_condition(first, size);
+  } catch (const Error& error) {
+    fail(error.status(), "{}: {}", options.image.empty() ? "--image (not given; the example's is used)" : options.image,
+         error.what());
+  }
+}
+
+void read_inputs(const Options& options, const std::string& path, const video::Config& config,
+                 const std::array<int64_t, 3>& size, video::Request& request) {
+  require(!path.empty(), Status::invalid_argument,
+          "--condition: this model needs a .safetensors file with prompt_embeds and what else --help lists");
+  require(options.image.empty(), Status::invalid_argument,
+          "--image: this model's latents are a VAE's; put the encoded image into --condition");
+  const io::SafeTensors file = io::read_safetensors(path);
+  const auto prompt = [&](const char* name) {
+    video::Prompt out;
+    out.text = take_floats(path, file, name, {-1, config.text_dim}, options.example);
+    if (config.image_dim > 0) {
+      // Two images may stand one after the other, as diffusers gives them.
+      const auto& shape =
+          file.tensors.contains("image_embeds") ? file.tensors.at("image_embeds").shape : std::vector<int64_t>{};
+      const bool pair = shape.size() == 3 && shape[0] * shape[1] == config.image_tokens;
+      out.image = pair ? video::to_f32(file.tensors.at("image_embeds"))
+                       : take_floats(path, file, "image_embeds", {-1, config.image_dim}, options.example);
+    }
+    return out;
+  };
+  request.prompt = prompt("prompt_embeds");
+  const bool negative = file.tensors.contains("negative_prompt_embeds");
+  if (options.guidance == 0) request.guidance = negative ? 5.0 : 1.0;
+  if (request.guidance != 1) request.negative = prompt("negative_prompt_embeds");
+  if (config.in_channels > config.out_channels) {
+    request.condition = take_floats(path, file, "condition",
+                                    {config.in_channels - config.out_channels, size[0], size[1], size[2]}, options.example);
+  }
+}
+
+nlohmann::ordered_json seconds_json(const video::Sample& sample) {
+  double dense = 0, sparse = 0, selection = 0;
+  for (const auto& call : sample.calls) {
+    const CallStats& s = call.stats;
+    if (s.reason == Reason::sparse) {
+      sparse += s.attend;
+      selection += s.total - s.attend;
+    } else {
+      dense += s.total;
+    }
+  }
+  return {{"total", sample.seconds},
+          {"dense_prefix", dense},
+          {"sparse_attention", sparse},
+          {"selection", selection},
+          {"rest", sample.seconds - dense - sparse - selection}};
+}
+
+nlohmann::ordered_json calls_json(const video::Sample& sample, int64_t steps) {
+  auto out = nlohmann::ordered_json::array();
+  for (int64_t i = 0; i < steps; ++i) out.push_back(nlohmann::ordered_json::array());
+  for (const auto& call : sample.calls) {
+    const CallStats& s = call.stats;
+    std::vector<int64_t> budgets;
+    for (const HeadStats& head : call.heads) budgets.push_back(head.head_budget);
+    nlohmann::ordered_json entry{{"density", s.density},
+                                 {"k_head", budgets},
+                                 {"dense", s.reason != Reason::sparse},
+                                 {"attention_seconds", s.attend},
+                                 {"selection_seconds", s.total - s.attend}};
+    if (call.branch > 0) entry["branch"] = call.branch;
+    out[static_cast<size_t>(call.step)].push_back(entry);
+  }
+  return out;
+}
+
+// Mean over the calls that ran sparse; 1 where none did.
+double mean_density(const video::Sample& sample) {
+  double sum = 0;
+  int64_t n = 0;
+  for (const auto& call : sample.calls) {
+    if (call.stats.reason != Reason::sparse) continue;
+    sum += call.stats.density;
+    ++n;
+  }
+  return n == 0 ? 1.0 : sum / static_cast<double>(n);
+}
+
+// Where ffmpeg is not installed there is no clip.mp4, and nothing is missing.
+void write_mp4(const std::string& folder, int64_t width) {
+  const int64_t zoom = std::max<int64_t>(1, 512 / width);
+  const std::string frames = folder + "/frame_%03d.png", clip = folder + "/clip.mp4";
+  const std::string scale = fmt::format("scale=iw*{}:ih*{}:flags=neighbor", zoom, zoom);
+  const char* arguments[] = {"ffmpeg",       "-nostdin", "-loglevel",   "error",    "-framerate", "8",          "-i",
+                             frames.c_str(), "-vf",      scale.c_str(), "-pix_fmt", "yuv420p",    clip.c_str(), nullptr};
+  pid_t child = 0;
+  if (posix_spawnp(&child, "ffmpeg", nullptr, nullptr, const_cast<char* const*>(arguments), environ) != 0) return;
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+    std::error_code ignored;
+    fs::remove(clip, ignored);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 127) fmt::print(stderr, "scope: ffmpeg failed; there is no clip.mp4\n");
+  }
+}
+
+io::Array float_array(const std::vector<float>& values, std::vector<int64_t> shape) {
+  io::Array array{io::ElementType::f32, std::move(shape), std::vector<std::byte>(values.size() * sizeof(float))};
+  std::memcpy(array.data.data(), values.data(), array.data.size());
+  return array;
+}
+
+// q, k, v of a call as [heads, tokens, dim], with the metadata that the other commands read.
+void write_qkv(const std::string& path, const video::Config& config, const std::array<int64_t, 3>& grid, DType dtype,
+               std::initializer_list<std::pair<const char*, const std::vector<std::byte>*>> parts) {
+  const int64_t tokens = grid[0] * grid[1] * grid[2], row = config.head_dim * dtype_bytes(dtype);
+  io::SafeTensors file;
+  for (const auto& [name, bytes] : parts) {
+    io::Array& array = file.tensors[name];
+    array.type = dtype == DType::f32 ? io::ElementType::f32 : io::ElementType::bf16;
+    array.shape = {config.heads, tokens, config.head_dim};
+    array.data.resize(bytes->size());
+    for (int64_t h = 0; h < config.heads; ++h) {
+      for (int64_t t = 0; t < tokens; ++t) {
+        std::memcpy(array.data.data() + (h * tokens + t) * row, bytes->data() + (t * config.heads + h) * row,
+                    static_cast<size_t>(row));
+      }
+    }
+  }
+  file.metadata["grid"] = io::join(grid, "x");
+  file.metadata["rope"] = io::join(config.rope(), ",");
+  io::write_safetensors(path, file);
+}
+
+void run(const Options& options) {
+  const MethodFlags flags{options.method, "", options.set};
+  Settings settings = flags.settings();
+  if (!options.target_density.empty()) set_setting(settings, "target_density", options.target_density);
+  require(options.steps >= 1, Status::invalid_argument, "--steps: got {}, expected at least 1", options.steps);
+  const std::string folder = find_model_folder(options.model);
+  const video::Notes notes = video::read_notes(folder);
+  const video::Config config = video::read_config(folder);
+  const bool has_grid = notes.grid[0] > 0;
+  require(has_grid || !options.grid.empty(), Status::invalid_argument, "--grid: this model needs one, as TxHxW in tokens");
+
+  video::Request request;
+  request.grid = options.grid.empty() ? notes.grid : parse_grid(options.grid);
+  for (const int64_t n : request.grid) {
+    require(n <= config.rope_max, Status::shape, "--grid: got {}, this model takes up to {} tokens along an axis",
+            io::join(request.grid, "x"), config.rope_max);
+  }
+  const auto size = video::latent_size(config, request.grid);
+  request.steps = options.steps;
+  request.shift = options.shift == 0 ? notes.shift : options.shift;
+  request.guidance = options.guidance == 0 ? 1 : options.guidance;
+  request.settings = settings;
+  if (notes.rgb) {
+    read_rgb_inputs(options, folder, config, size, request);
+    require(request.guidance == 1, Status::invalid_argument, "--guidance: this model was trained without");
+  } else {
+    read_inputs(options, options.condition, config, size, request);
+  }
+  const std::vector<int64_t> latent_shape{config.out_channels, size[0], size[1], size[2]};
+  if (options.noise.empty()) {
+    request.noise = video::make_noise(options.seed, config.out_channels * size[0] * size[1] * size[2]);
+  } else {
+    request.noise = take_floats(options.noise, io::read_safetensors(options.noise), "noise", latent_shape, 0);
+  }
+
+  const Context context = options.machine.context();
+  require(context.device() == nullptr, Status::unsupported, "--backend: scope generate runs on the CPU alone so far");
+  RunFolder out(options.output);
+  if (!options.dump.empty()) {
+    std::error_code error;
+    fs::create_directories(options.dump, error);
+    require(!error, Status::io, "cannot create {}: {}", options.dump, error.message());
+    std::set<int64_t> steps = {request.steps / 2};
+    if (!options.dump_steps.empty()) {
+      steps.clear();
+      for (const std::string& item : split(options.dump_steps, ',')) {
+        const bool digits = !item.empty() && item.size() < 10 && item.find_first_not_of("0123456789") == std::string::npos;
+        require(digits && std::stoll(item) < request.steps, Status::invalid_argument,
+                "--dump-steps: got \"{}\", expected steps in 0..{} separated by commas", options.dump_steps,
+                request.steps - 1);
+        steps.insert(std::stoll(item));
+      }
+    }
+    request.wanted = [steps](int64_t step, int64_t, int64_t branch) { return branch == 0 && steps.contains(step); };
+    request.watch = [&](int64_t step, int64_t layer, int64_t, DType dtype, const std::vector<std::byte>& q,
+                        const std::vector<std::byte>& k, const std::vector<std::byte>& v) {
+      const std::string path = fmt::format("{}/step_{:03}_layer_{:02}.safetensors", options.dump, step, layer);
+      write_qkv(path, config, request.grid, dtype, {{"q", &q}, {"k", &k}, {"v", &v}});
+    };
+  }
+  const auto engine = video::make_cpu_engine(context, options.compute == "bf16" ? DType::bf16 : DType::f32);
+  const video::Transformer model(folder, *engine);
+  const int64_t passes = request.guidance == 1 ? 1 : 2;
+  auto progress = std::make_unique<Progress>("generate " + options.method, request.steps * passes * config.layers);
+  request.done = [&](const video::CallReport& call) {
+    progress->step(fmt::format("step {} of {}", call.step + 1, request.steps));
+  };
+  const video::Sample sample = video::generate(model, request);
+  progress.reset();
+
+  const double density = mean_density(sample);
+  auto seconds = seconds_json(sample);
+  nlohmann::ordered_json json{{"version", SCOPE_VERSION},
+                              {"model", fs::path(folder).filename().string()},
+                              {"method", options.method},
+                              {"settings", settings_json(settings)},
+                              {"grid", request.grid},
+                              {"steps", request.steps},
+                              {"seed", options.seed},
+                              {"noise", options.noise.empty() ? "seed" : options.noise},
+                              {"example", options.example},
+                              {"shift", request.shift},
+                              {"guidance", request.guidance},
+                              {"compute", options.compute},
+                              {"machine", machine_json(context)},
+                              {"density", density},
+                              {"seconds", seconds},
+                              {"layers", calls_json(sample, request.steps)}};
+  if (notes.rgb) {
+    const auto frames = video::to_frames(sample.latent, size);
+    for (size_t i = 0; i < frames.size(); ++i) io::write_png(out.file(fmt::format("frame_{:03}.png", i)), frames[i]);
+    write_mp4(out.temporary(), frames[0].width);
+  }
+  if (!notes.rgb || options.latents) {
+    io::SafeTensors file;
+    file.tensors["latents"] = float_array(sample.latent, latent_shape);
+    io::write_safetensors(out.file("latents.safetensors"), file);
+  }
+  write_json(out.file("run.json"), json);
+  out.finish();
+  fmt::print(
+      "{}: {} at {}, {} steps, density {:.4f}, {:.1f} s (dense calls {:.1f}, sparse attention {:.1f}, selection {:.1f}, "
+      "rest "
+      "{:.1f}; {}, {} threads, {})\n",
+      options.output, options.method, io::join(request.grid, "x"), request.steps, density, sample.seconds,
+      seconds["dense_prefix"].get<double>(), seconds["sparse_attention"].get<double>(), seconds["selection"].get<double>(),
+      seconds["rest"].get<double>(), options.compute, context.threads(), context.instruction_set());
+}
+
+}  // namespace
+
+void add_generate(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "generate",
+      "Generate a video with a Wan transformer, every self-attention through the chosen method.\n"
+      "The bundled model gives frames as PNG (and clip.mp4 where ffmpeg is installed). Other models take what a text "
+      "encoder "
+      "and\n"
+      "a VAE made: --condition holds prompt_embeds [tokens, text_dim] and, where the model needs them,\n"
+      "negative_prompt_embeds, image_embeds [tokens, image_dim] and condition [channels, T, H, W], the latents that are\n"
+      "concatenated to the noise; latents.safetensors comes out. The folder also gets run.json: settings, times and\n"
+      "densities of every call.\n"
+      "A model is a folder in diffusers' format, or a name that is looked up in $SCOPE_MODELS, in share/scope/models of\n"
+      "the installation, and in models/ of the source tree.\n\n"
+      "  scope generate -o runs/dense --method dense\n"
+      "  scope generate -o runs/scope --target-density 0.2 --seed 3 --example 1\n"
+      "  scope generate --model Wan2.1-T2V-1.3B-Diffusers/transformer --grid 21x30x52 --condition prompt.safetensors -o "
+      "out");
+  command->add_option("-o,--output", options->output, "folder to write; an earlier run there is replaced")->required();
+  command->add_option("--model", options->model, "model folder, or the name of a bundled one")->capture_default_str();
+  command->add_option("--method", options->method, "a row of `scope methods`; settings may follow, as scope:rho=0.8")
+      ->capture_default_str();
+  command->add_option("--set", options->set, "one setting, as name=value; repeat for more")->allow_extra_args(false);
+  command->add_option("--target-density", options->target_density, "share of keys that each head keeps in sparse calls");
+  command->add_option("--steps", options->steps, "Euler steps")->capture_default_str();
+  command->add_option("--seed", options->seed, "names the noise; the same for every method")->capture_default_str();
+  command->add_option("--grid", options->grid, "tokens along T, H and W, as 13x20x32; the bundled model's default");
+  command->add_option("--example", options->example, "which sample of the condition file, from 0")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--image", options->image, "first frame as PNG (bundled model); otherwise the example's");
+  command->add_option("--condition", options->condition, "prompt embeddings; otherwise the bundled examples.safetensors");
+  command->add_option("--noise", options->noise, "take the tensor `noise` of this .safetensors file instead of a seed's");
+  command->add_option("--shift", options->shift, "of the noise levels; the model's own, or 5")->check(CLI::PositiveNumber);
+  command->add_option("--guidance", options->guidance, "classifier-free guidance; 5 where there is a negative prompt");
+  command->add_option("--compute", options->compute, "f32 or bf16, for linear layers and attention")
+      ->check(CLI::IsMember({"f32", "bf16"}))
+      ->capture_default_str();
+  command->add_flag("--latents", options->latents, "write latents.safetensors beside the frames");
+  command->add_option("--dump-qkv", options->dump,
+                      "write q, k, v of every layer into this folder, for scope compare and attend");
+  command->add_option("--dump-steps", options->dump_steps, "the steps to dump, as 4,10; otherwise the middle one");
+  options->machine.add(*command);
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace scope::cli

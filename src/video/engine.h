@@ -1,0 +1,91 @@
+// What the transformer asks of a machine: memory, linear layers, and the few steps between them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "io/file.h"
+#include "pipeline/plan.h"
+
+namespace scope::video {
+
+// Memory of an engine, freed with the last copy.
+using Buffer = std::shared_ptr<void>;
+
+// A dense matrix in an engine's memory, row after row; it never owns.
+struct Matrix {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t rows = 0, columns = 0;
+};
+
+enum class Activation { none, gelu_tanh, gelu, silu };
+
+// The matrix of a linear layer [out, in], as an engine keeps it.
+class Weights {
+ public:
+  virtual ~Weights() = default;
+  int64_t in = 0, out = 0;
+};
+
+struct Linear {
+  const Weights* weights = nullptr;
+  const float* bias = nullptr;  // [out] in the engine's memory
+};
+
+// A latent [channels, T, H, W] is cut into patches; a token is one patch, tokens in raster order of (T, H, W).
+struct PatchGrid {
+  int64_t t, h, w;     // tokens
+  int64_t pt, ph, pw;  // latent elements of a patch
+  int64_t tokens() const { return t * h * w; }
+  int64_t patch() const { return pt * ph * pw; }
+};
+
+// Calls are made in order from one thread. On a device they only queue work: download and wait wait for it, and what is
+// passed must live until then. Pointers are the engine's memory unless said otherwise. Matrices that are written overlap no
+// other one.
+class Engine {
+ public:
+  Engine(const Context& on, DType between, DType of_attention) : context(on), activation(between), attention(of_attention) {}
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  virtual ~Engine() = default;
+
+  const Context& context;
+  const DType activation;  // between linear layers
+  const DType attention;   // of q, k, v and what attention gives
+  void* stream = nullptr;  // a device's: of every call, attention's too
+
+  virtual Buffer allocate(int64_t bytes) = 0;
+  virtual void upload(const void* host, void* to, int64_t bytes) = 0;
+  virtual void download(const void* from, void* host, int64_t bytes) = 0;
+  virtual void wait() = 0;  // until all queued work is done
+  virtual std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) = 0;  // of f32, bf16 or f16
+
+  // out = then(x . weights^T + bias); any types.
+  virtual void linear(const Linear& layer, Matrix x, Matrix out, Activation then = Activation::none) = 0;
+  // out = (x - mean) / sqrt(variance + eps) * scale + shift by rows; x is f32; null scale and shift: 1 and 0.
+  virtual void layer_norm(Matrix x, const float* scale, const float* shift, float eps, Matrix out) = 0;
+  // out = x / sqrt(mean square + eps) * weight by rows, then neighbouring channels (2i, 2i + 1) of each head turned by the
+  // token's angles; rotation [rows, 2, head_dim / 2] holds their cosines and sines; null: not turned.
+  virtual void rms_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) = 0;
+  // out = x, in another type.
+  virtual void convert(Matrix x, Matrix out) = 0;
+  // x += gate * y, gate [columns]; null: 1.
+  virtual void add(Matrix x, Matrix y, const float* gate) = 0;
+  // out [rows, columns] = table + time, and 1 more in the rows of the bitmask `plus_one`. All f32.
+  virtual void modulation(const float* table, const float* time, int64_t rows, int64_t columns, uint32_t plus_one,
+                          float* out) = 0;
+  // f32 latents [channels, T, H, W], then [more_channels, …] -> [tokens, channels x patch], channel slowest.
+  virtual void patchify(const PatchGrid& grid, const float* latent, int64_t channels, const float* more,
+                        int64_t more_channels, Matrix out) = 0;
+  // f32 [tokens, patch x channels], channel fastest -> f32 latent [channels, T, H, W].
+  virtual void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, float* latent) = 0;
+  // x += factor * y over f32 vectors.
+  virtual void axpy(float factor, const float* y, int64_t n, float* x) = 0;
+};
+
+// compute: f32, or bf16: linear layers and attention multiply bf16 numbers and sum in f32; the rest is f32 always.
+std::unique_ptr<Engine> make_cpu_engine(const Context& context, DType compute);
+
+}  // namespace scope::video

@@ -1,0 +1,271 @@
+// The engine on the CPU: packed products of the attention kernels as linear layers, and rows spread over the threads.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "core/numeric.h"
+#include "cpu/elementwise.h"
+#include "cpu/kernels.h"
+#include "video/engine.h"
+#include "video/weights.h"
+
+namespace scope::video {
+
+namespace {
+
+constexpr int64_t kRows = 96;            // of x that share a block of weights while it is in the cache; a multiple of kStrip
+constexpr int64_t kTileColumns = 256;    // of a tile; a multiple of every panel
+constexpr int64_t kBlockFloats = 65536;  // weights of a tile, at most so many or one panel
+
+struct PackedWeights : Weights {
+  std::vector<float> panels;  // [ceil(out / panel), depth, panel]; words of two channels in bf16
+  int64_t depth = 0;          // of a panel: in, or pairs of it
+};
+
+class CpuEngine : public Engine {
+ public:
+  CpuEngine(const Context& on, DType compute)
+      : Engine(on, DType::f32, compute),
+        exec_(on.exec()),
+        rows_(cpu::row_kernels(exec_.kernels->name)),
+        bf16_(compute == DType::bf16),
+        dots_(bf16_ && exec_.attend_kernels_bf16 != nullptr ? *exec_.attend_kernels_bf16 : *exec_.attend_kernels),
+        scratch_(static_cast<size_t>(on.threads())) {}
+
+  Buffer allocate(int64_t bytes) override {
+    const auto size = static_cast<size_t>(round_up(std::max<int64_t>(bytes, 1), 64));
+    void* memory = std::aligned_alloc(64, size);
+    if (memory == nullptr) throw std::bad_alloc();
+    return Buffer(memory, std::free);
+  }
+  void upload(const void* host, void* to, int64_t bytes) override { std::memcpy(to, host, static_cast<size_t>(bytes)); }
+  void download(const void* from, void* host, int64_t bytes) override {
+    std::memcpy(host, from, static_cast<size_t>(bytes));
+  }
+
+  void wait() override {}
+
+  std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) override {
+    auto packed = std::make_unique<PackedWeights>();
+    packed->in = in;
+    packed->out = out;
+    const bool pairs = dots_.element == 2;
+    packed->depth = pairs ? ceil_div(in, 2) : in;
+    packed->panels.resize(static_cast<size_t>(round_up(out, dots_.panel) * packed->depth));
+    std::vector<float> values = to_f32(matrix);
+    if (bf16_) {
+      for (float& value : values) value = bf16_to_f32(f32_to_bf16(value));
+    }
+    const RowsView rows{values.data(), DType::f32, out, in, in};
+    const int64_t stride = round_up(in, 2 * cpu::kLanes);
+    const int64_t step = packed->depth * dots_.panel;
+    exec_.pool->run(ceil_div(out, dots_.panel), [&](int64_t panel, int thread) {
+      const int64_t first = panel * dots_.panel, n = std::min(dots_.panel, out - first);
+      std::vector<int32_t> index(static_cast<size_t>(n));
+      std::iota(index.begin(), index.end(), static_cast<int32_t>(first));
+      float* buffer = scratch(thread, dots_.panel * stride);
+      dots_.pack_k(*exec_.kernels, rows, index.data(), n, packed->panels.data() + panel * step, buffer, stride);
+    });
+    return packed;
+  }
+
+  // A task is some rows of x against some columns: all of them, unless there are too few rows to keep the threads busy.
+  void linear(const Linear& layer, Matrix x, Matrix out, Activation then) override {
+    const auto& weights = static_cast<const PackedWeights&>(*layer.weights);
+    const int64_t row_blocks = ceil_div(x.rows, kRows);
+    const int64_t tile = std::clamp(kBlockFloats / weights.depth / dots_.panel * dots_.panel, dots_.panel, kTileColumns);
+    const int64_t tiles = ceil_div(weights.out, tile);
+    const int64_t parts = row_blocks >= 4 * context.threads() ? 1 : tiles;
+    exec_.pool->run(row_blocks * parts, [&](int64_t task, int thread) {
+      const int64_t first = task / parts * kRows, rows = std::min(kRows, x.rows - first);
+      const int64_t stride = round_up(weights.in, 2 * cpu::kLanes);
+      float* products = scratch(thread, kRows * (kTileColumns + stride));
+      const void* a = products + kRows * kTileColumns;
+      int64_t a_stride = stride;
+      if (dots_.element == 4 && x.dtype == DType::f32 && !bf16_) {
+        a = static_cast<const float*>(x.data) + first * x.columns;
+        a_stride = x.columns;
+      } else {
+        gather(x, first, rows, products + kRows * kTileColumns, stride);
+      }
+      for (int64_t t = parts == 1 ? 0 : task % parts; t < (parts == 1 ? tiles : task % parts + 1); ++t) {
+        const int64_t column = t * tile, columns = std::min(tile, weights.out - column);
+        const float* panels = weights.panels.data() + column * weights.depth;
+        for (int64_t i = 0; i < rows; i += cpu::kStrip) {
+          dots_.dot(static_cast<const std::byte*>(a) + i * a_stride * dots_.element, a_stride,
+                    std::min(cpu::kStrip, rows - i), panels, columns, weights.in, products + i * kTileColumns, kTileColumns);
+        }
+        for (int64_t i = 0; i < rows; ++i) {
+          float* row = products + i * kTileColumns;
+          if (layer.bias != nullptr) rows_.add_scaled(layer.bias + column, nullptr, columns, row);
+          activate(then, row, columns);
+          store(row, columns, out, first + i, column);
+        }
+      }
+    });
+  }
+
+  void layer_norm(Matrix x, const float* scale, const float* shift, float eps, Matrix out) override {
+    each_row(x, [&](int64_t i, float* row) {
+      rows_.layer_norm(row_of(x, i), x.columns, scale, shift, eps, row);
+      store(row, x.columns, out, i, 0);
+    });
+  }
+
+  void rms_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) override {
+    each_row(x, [&](int64_t i, float* row) {
+      rows_.rms_norm(row_of(x, i), x.columns, weight, eps, row);
+      if (rotation != nullptr) {
+        const float* cosine = rotation + i * head_dim;
+        const float* sine = cosine + head_dim / 2;
+        for (float* head = row; head < row + x.columns; head += head_dim) {
+          for (int64_t c = 0; c < head_dim / 2; ++c) {
+            const float a = head[2 * c], b = head[2 * c + 1];
+            head[2 * c] = a * cosine[c] - b * sine[c];
+            head[2 * c + 1] = a * sine[c] + b * cosine[c];
+          }
+        }
+      }
+      store(row, x.columns, out, i, 0);
+    });
+  }
+
+  void convert(Matrix x, Matrix out) override {
+    each_row(x, [&](int64_t i, float* row) {
+      load(x, i, row);
+      store(row, x.columns, out, i, 0);
+    });
+  }
+
+  void add(Matrix x, Matrix y, const float* gate) override {
+    const int64_t padded = round_up(x.columns, cpu::kLanes);
+    exec_.pool->run(ceil_div(x.rows, kRows), [&](int64_t block, int thread) {
+      float* more = scratch(thread, 2 * padded);
+      float* sum = more + padded;
+      for (int64_t i = block * kRows; i < std::min((block + 1) * kRows, x.rows); ++i) {
+        load(y, i, more);
+        load(x, i, sum);
+        rows_.add_scaled(more, gate, x.columns, sum);
+        store(sum, x.columns, x, i, 0);
+      }
+    });
+  }
+
+  void modulation(const float* table, const float* time, int64_t rows, int64_t columns, uint32_t plus_one,
+                  float* out) override {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float one = (plus_one >> r & 1u) != 0 ? 1.0f : 0.0f;
+      for (int64_t c = r * columns; c < (r + 1) * columns; ++c) out[c] = table[c] + time[c] + one;
+    }
+  }
+
+  void patchify(const PatchGrid& grid, const float* latent, int64_t channels, const float* more, int64_t more_channels,
+                Matrix out) override {
+    each_row(out, [&](int64_t token, float* row) {
+      float* to = row;
+      for (int64_t c = 0; c < channels + more_channels; ++c) {
+        const float* from = c < channels ? latent : more;
+        visit(grid, token, c < channels ? c : c - channels, [&](int64_t at) { *to++ = from[at]; });
+      }
+      store(row, out.columns, out, token, 0);
+    });
+  }
+
+  void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, float* latent) override {
+    each_row(x, [&](int64_t token, float* row) {
+      load(x, token, row);
+      for (int64_t c = 0; c < channels; ++c) {
+        const float* from = row + c;
+        visit(grid, token, c, [&](int64_t at) {
+          latent[at] = *from;
+          from += channels;
+        });
+      }
+    });
+  }
+
+  void axpy(float factor, const float* y, int64_t n, float* x) override {
+    for (int64_t i = 0; i < n; ++i) x[i] += factor * y[i];
+  }
+
+ private:
+  float* scratch(int thread, int64_t floats) {
+    auto& memory = scratch_[static_cast<size_t>(thread)];
+    if (std::ssize(memory) < floats) memory.resize(static_cast<size_t>(floats));
+    return memory.data();
+  }
+
+  static float* row_of(Matrix x, int64_t i) { return static_cast<float*>(x.data) + i * x.columns; }
+
+  // body(row index, room for one row), rows spread over the threads.
+  template <class Body>
+  void each_row(Matrix x, const Body& body) {
+    exec_.pool->run(ceil_div(x.rows, kRows), [&](int64_t block, int thread) {
+      float* row = scratch(thread, round_up(x.columns, cpu::kLanes));
+      for (int64_t i = block * kRows; i < std::min((block + 1) * kRows, x.rows); ++i) body(i, row);
+    });
+  }
+
+  // Latent elements of a token's patch in one channel, in raster order.
+  template <class Body>
+  static void visit(const PatchGrid& g, int64_t token, int64_t channel, const Body& body) {
+    const int64_t t = token / (g.h * g.w), h = token / g.w % g.h, w = token % g.w;
+    for (int64_t a = 0; a < g.pt; ++a) {
+      for (int64_t b = 0; b < g.ph; ++b) {
+        const int64_t row = ((channel * g.t + t) * g.pt + a) * g.h * g.ph + h * g.ph + b;
+        for (int64_t c = 0; c < g.pw; ++c) body(row * g.w * g.pw + w * g.pw + c);
+      }
+    }
+  }
+
+  void load(Matrix x, int64_t i, float* row) const {
+    const auto at = static_cast<int32_t>(i);
+    exec_.kernels->load_rows({x.data, x.dtype, x.rows, x.columns, x.columns}, &at, 1, row, round_up(x.columns, cpu::kLanes));
+  }
+
+  void store(const float* row, int64_t columns, Matrix out, int64_t i, int64_t column) const {
+    auto* to = static_cast<std::byte*>(out.data) + (i * out.columns + column) * dtype_bytes(out.dtype);
+    exec_.kernels->store_row(row, 1.0f, columns, out.dtype, to);
+  }
+
+  // Rows of x in the arithmetic's own format.
+  void gather(Matrix x, int64_t first, int64_t rows, float* to, int64_t stride) const {
+    int32_t index[kRows];
+    std::iota(index, index + rows, static_cast<int32_t>(first));
+    const RowsView view{x.data, x.dtype, x.rows, x.columns, x.columns};
+    dots_.pack_q(*exec_.kernels, view, index, rows, to, stride);
+    if (bf16_ && dots_.element == 4) {  // no bf16 products here: the same numbers in f32's
+      for (int64_t i = 0; i < rows * stride; ++i) to[i] = bf16_to_f32(f32_to_bf16(to[i]));
+    }
+  }
+
+  void activate(Activation then, float* row, int64_t n) const {
+    switch (then) {
+      case Activation::none:
+        return;
+      case Activation::gelu_tanh:
+        return rows_.gate_sigmoid(row, n, 1.5957691216f, 0.044715f);
+      case Activation::silu:
+        return rows_.gate_sigmoid(row, n, 1.0f, 0.0f);
+      case Activation::gelu:  // of a few hundred image tokens
+        for (int64_t i = 0; i < n; ++i) row[i] *= 0.5f * std::erfc(-0.70710678f * row[i]);
+    }
+  }
+
+  const Exec& exec_;
+  const cpu::RowKernels& rows_;
+  bool bf16_;
+  const cpu::AttendKernels& dots_;
+  std::vector<std::vector<float>> scratch_;  // of each thread
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> make_cpu_engine(const Context& context, DType compute) {
+  require(compute == DType::f32 || compute == DType::bf16, Status::dtype, "compute: got {}, expected f32 or bf16",
+          dtype_name(compute));
+  return std::make_unique<CpuEngine>(context, compute);
+}
+
+}  // namespace scope::video

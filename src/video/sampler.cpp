@@ -1,0 +1,182 @@
+// The steps of a generation, and the plan, workspace and states of its self-attention.
+#include "video/sampler.h"
+
+#include <chrono>
+#include <cmath>
+#include <numbers>
+
+#include "core/numeric.h"
+#include "core/random.h"
+
+namespace scope::video {
+
+namespace {
+
+// One plan for every layer; a state for each layer and branch, so that neither warms the other.
+class SelfAttention {
+ public:
+  SelfAttention(Engine& engine, const Config& config, const Settings& settings, int64_t tokens, int64_t branches)
+      : engine_(engine),
+        config_(config),
+        plan_(engine.context, settings,
+              {.heads = config.heads,
+               .q_tokens = tokens,
+               .k_tokens = tokens,
+               .dim = config.head_dim,
+               .dtype = engine.attention,
+               .rope = config.rope(),
+               .subspaces = {}}),
+        workspace_(engine.allocate(plan_.workspace_bytes)),
+        // SVG2 keeps one state for both branches.
+        branches_(settings.rule == Rule::clusters ? 1 : branches),
+        started_(static_cast<size_t>(config.layers * branches_)) {
+    for (size_t i = 0; i < started_.size() && plan_.state_bytes > 0; ++i) {
+      states_.push_back(engine.allocate(plan_.state_bytes));
+      init_state(plan_, states_.back().get());
+    }
+  }
+
+  CallReport run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out) {
+    CallReport report{place.step, place.layer, branch, {}, std::vector<HeadStats>(static_cast<size_t>(config_.heads))};
+    const auto slot = static_cast<size_t>(place.layer * branches_ + std::min(branch, branches_ - 1));
+    CallArgs args;
+    args.q = view(q);
+    args.k = view(k);
+    args.v = view(v);
+    const TensorView to = view(out);
+    args.out = {out.data, to.dtype, to.batch, to.heads, to.tokens, to.dim, to.batch_stride, to.head_stride, to.token_stride};
+    args.place = place;
+    args.state = states_.empty() ? nullptr : states_[slot].get();
+    args.workspace = workspace_.get();
+    args.workspace_bytes = plan_.workspace_bytes;
+    args.stats = &report.stats;
+    if (plan_.exec.device == nullptr) {
+      args.head_stats = report.heads.data();
+      call(plan_, args);
+      return report;
+    }
+    args.stream = engine_.stream;
+    args.start = started_[slot] ? Start::warm : Start::first;
+    call(plan_, args);
+    args.head_stats = report.heads.data();
+    read_stats(plan_, args);
+    started_[slot] = started_[slot] || report.stats.iterations > 0;
+    return report;
+  }
+
+ private:
+  TensorView view(Matrix x) const {
+    return {x.data, x.dtype, 1, config_.heads, x.rows, config_.head_dim, x.rows * x.columns, config_.head_dim, x.columns};
+  }
+
+  Engine& engine_;
+  const Config& config_;
+  Plan plan_;
+  Buffer workspace_;
+  int64_t branches_;
+  std::vector<bool> started_;
+  std::vector<Buffer> states_;
+};
+
+void check(const char* name, const std::vector<float>& x, int64_t channels, const std::array<int64_t, 3>& size) {
+  const int64_t expected = channels * size[0] * size[1] * size[2];
+  require(static_cast<int64_t>(x.size()) == expected, Status::shape, "{}: got {} numbers, expected [{}, {}, {}, {}]", name,
+          x.size(), channels, size[0], size[1], size[2]);
+}
+
+}  // namespace
+
+std::vector<double> noise_levels(int64_t steps, double shift) {
+  std::vector<double> levels;
+  for (int64_t i = 0; i <= steps; ++i) {
+    const double u = 1.0 - static_cast<double>(i) / static_cast<double>(steps);
+    levels.push_back(shift * u / (1.0 + (shift - 1.0) * u));
+  }
+  return levels;
+}
+
+std::vector<float> make_noise(uint64_t seed, int64_t count) {
+  const RandomStream stream{.seed = seed, .purpose = 4};
+  const auto uniform = [&](uint64_t i) { return (static_cast<double>(stream.bits(i) >> 11) + 0.5) * 0x1p-53; };
+  std::vector<float> noise(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t pair = static_cast<uint64_t>(i) / 2;
+    const double radius = std::sqrt(-2.0 * std::log(uniform(2 * pair)));
+    const double angle = 2.0 * std::numbers::pi * uniform(2 * pair + 1);
+    noise[static_cast<size_t>(i)] = static_cast<float>(radius * (i % 2 == 0 ? std::cos(angle) : std::sin(angle)));
+  }
+  return noise;
+}
+
+std::array<int64_t, 3> latent_size(const Config& config, const std::array<int64_t, 3>& grid) {
+  return {grid[0] * config.patch[0], grid[1] * config.patch[1], grid[2] * config.patch[2]};
+}
+
+Sample generate(const Transformer& model, const Request& request) {
+  const auto start = std::chrono::steady_clock::now();
+  const Config& config = model.config();
+  Engine& engine = model.engine();
+  require(request.steps >= 1 && request.steps <= 10000, Status::invalid_argument, "steps: got {}, expected 1..10000",
+          request.steps);
+  require(request.shift > 0 && std::isfinite(request.shift), Status::invalid_argument, "shift: got {}, expected > 0",
+          request.shift);
+  require(std::isfinite(request.guidance), Status::invalid_argument, "guidance: got {}, expected a number",
+          request.guidance);
+  Pass pass(model, request.grid);
+  const auto size = latent_size(config, request.grid);
+  check("noise", request.noise, config.out_channels, size);
+  check("condition", request.condition, config.in_channels - config.out_channels, size);
+  const int64_t branches = request.guidance == 1 ? 1 : 2;
+  SelfAttention attention(engine, config, request.settings, pass.grid().tokens(), branches);
+
+  const auto bytes = static_cast<int64_t>(request.noise.size() * sizeof(float));
+  const Buffer latent = engine.allocate(bytes);
+  std::vector<Buffer> velocities;  // of each branch
+  for (int64_t b = 0; b < branches; ++b) velocities.push_back(engine.allocate(bytes));
+  const Buffer more = engine.allocate(static_cast<int64_t>(request.condition.size() * sizeof(float)));
+  engine.upload(request.noise.data(), latent.get(), bytes);
+  engine.upload(request.condition.data(), more.get(), static_cast<int64_t>(request.condition.size() * sizeof(float)));
+  std::vector<Pass::Text> texts = {pass.embed(request.prompt)};
+  if (branches == 2) texts.push_back(pass.embed(request.negative));
+  const std::vector<double> levels = noise_levels(request.steps, request.shift);
+  std::vector<double> timesteps(levels.begin(), levels.end() - 1);
+  for (double& t : timesteps) t *= 1000;
+  const Buffer time = model.embed_time(timesteps);
+
+  Sample sample;
+  const auto fetch = [&](Matrix x) {
+    std::vector<std::byte> host(static_cast<size_t>(x.rows * x.columns * dtype_bytes(x.dtype)));
+    engine.download(x.data, host.data(), std::ssize(host));
+    return host;
+  };
+  const auto floats = [](const Buffer& memory) { return static_cast<float*>(memory.get()); };
+  for (int64_t step = 0; step < request.steps; ++step) {
+    const auto i = static_cast<size_t>(step);
+    const double change = levels[i + 1] - levels[i];
+    for (int64_t branch = 0; branch < branches; ++branch) {
+      const auto attend = [&](int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out) {
+        if (request.wanted && request.wanted(step, layer, branch)) {
+          request.watch(step, layer, branch, q.dtype, fetch(q), fetch(k), fetch(v));
+        }
+        sample.calls.push_back(attention.run({layer, step, request.steps}, branch, q, k, v, out));
+        if (request.done) request.done(sample.calls.back());
+      };
+      pass.forward(floats(latent), floats(more), floats(time) + step * 7 * config.dim(), texts[static_cast<size_t>(branch)],
+                   attend, floats(velocities[static_cast<size_t>(branch)]));
+    }
+    const double share = branches == 1 ? 1.0 : request.guidance;
+    const auto n = static_cast<int64_t>(request.noise.size());
+    engine.axpy(static_cast<float>(change * share), floats(velocities[0]), n, floats(latent));
+    if (branches == 2) engine.axpy(static_cast<float>(change * (1.0 - share)), floats(velocities[1]), n, floats(latent));
+  }
+  sample.latent.resize(request.noise.size());
+  engine.download(latent.get(), sample.latent.data(), bytes);
+  for (const float x : sample.latent) {
+    require(std::isfinite(x), Status::non_finite,
+            "the sample holds NaN or Inf: weights, noise or condition do too, or overflow");
+  }
+  sample.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return sample;
+}
+
+}  // namespace scope::video

@@ -1,0 +1,55 @@
+// Euler flow matching with guidance: from noise to a sample, every self-attention through the pipeline.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "pipeline/call.h"
+#include "video/dit.h"
+
+namespace scope::video {
+
+// One self-attention of a generation. branch: 0 with the prompt, 1 with the negative one.
+struct CallReport {
+  int64_t step = 0, layer = 0, branch = 0;
+  CallStats stats;
+  std::vector<HeadStats> heads;
+};
+
+struct Request {
+  std::array<int64_t, 3> grid = {};  // tokens along T, H and W
+  int64_t steps = 20;
+  double shift = 3;
+  double guidance = 1;                               // 1: the prompt alone, one pass per step
+  Settings settings;                                 // of self-attention
+  std::vector<float> noise;                          // [out_channels, T, H, W]
+  std::vector<float> condition;                      // [in_channels - out_channels, T, H, W]
+  Prompt prompt, negative;                           // the second is read when guidance is not 1
+  std::function<void(const CallReport&)> done = {};  // after each self-attention
+  // Before each self-attention, what goes in: [tokens, heads x head_dim] on the host in `dtype`; null: not wanted.
+  std::function<bool(int64_t step, int64_t layer, int64_t branch)> wanted = {};
+  std::function<void(int64_t step, int64_t layer, int64_t branch, DType dtype, std::vector<std::byte> q,
+                     std::vector<std::byte> k, std::vector<std::byte> v)>
+      watch = {};
+};
+
+struct Sample {
+  std::vector<float> latent;  // [out_channels, T, H, W]
+  std::vector<CallReport> calls;
+  double seconds = 0;
+};
+
+// steps + 1 levels from 1 to 0: shift u / (1 + (shift - 1) u), u = 1 - i / steps.
+std::vector<double> noise_levels(int64_t steps, double shift);
+
+// Unit normals, the same for a seed on every machine and for every method. Pair p takes the 64-bit draws 2p and 2p + 1 of
+// the Philox stream (seed, purpose 4), as u = (draw div 2^11 + 1/2) / 2^53: sqrt(-2 ln u_1) times cos and sin of 2 pi u_2.
+std::vector<float> make_noise(uint64_t seed, int64_t count);
+
+// Latent elements along T, H and W.
+std::array<int64_t, 3> latent_size(const Config& config, const std::array<int64_t, 3>& grid);
+
+// Velocity is noise - data: x += (level_(i+1) - level_i) v, v = negative + guidance (prompt - negative).
+Sample generate(const Transformer& model, const Request& request);
+
+}  // namespace scope::video
