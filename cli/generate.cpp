@@ -16,8 +16,6 @@
 #include "video/media.h"
 #include "video/sampler.h"
 
-extern char** environ;
-
 namespace scope::cli {
 
 namespace {
@@ -38,7 +36,7 @@ struct Options {
 // A folder that appears under its name only when it is whole; a run that was there before is replaced.
 class RunFolder {
  public:
-  explicit RunFolder(const std::string& path) : path_(path), temporary_(fmt::format("{}.{}.tmp", path, ::getpid())) {
+  explicit RunFolder(std::string path) : path_(std::move(path)) {
     while (path_.size() > 1 && path_.ends_with('/')) path_.pop_back();
     temporary_ = fmt::format("{}.{}.tmp", path_, ::getpid());
     std::error_code error;
@@ -74,13 +72,15 @@ class RunFolder {
 std::string find_model_folder(const std::string& name) {
   if (name.find('/') != std::string::npos || fs::exists(name + "/config.json")) return name;
   std::vector<std::string> places;
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing here changes the environment
   if (const char* set = std::getenv("SCOPE_MODELS"); set != nullptr) places.emplace_back(set);
   std::error_code error;
   const fs::path self = fs::read_symlink("/proc/self/exe", error);
   if (!error) places.push_back((self.parent_path().parent_path() / "share/scope/models").string());
   places.emplace_back(SCOPE_SOURCE_MODELS);
   for (const std::string& place : places) {
-    if (fs::exists(place + "/" + name + "/config.json")) return place + "/" + name;
+    std::string folder = fmt::format("{}/{}", place, name);
+    if (fs::exists(folder + "/config.json")) return folder;
   }
   fail(Status::io, "--model: there is no \"{}\" in {}", name, fmt::join(places, ", "));
 }
@@ -114,11 +114,6 @@ std::array<int64_t, 3> parse_grid(const std::string& text) {
   require(values.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW in tokens", text);
   return {values[0], values[1], values[2]};
 }
-
-struct Inputs {
-  video::Request request;
-  video::Notes notes;
-};
 
 // What the bundled model is conditioned on: the first frame and the motion tokens of an example, or of the user's files.
 void read_rgb_inputs(const Options& options, const std::string& folder, const video::Config& config,

@@ -135,14 +135,12 @@ Buffer Transformer::embed_time(std::span<const double> timesteps) const {
     }
   }
   std::vector<float> activated = time, projected(static_cast<size_t>(steps * 6 * dim));
-  const auto view = [&](std::vector<float>& x) {
-    return Matrix{x.data(), DType::f32, steps, static_cast<int64_t>(x.size()) / steps};
-  };
-  host_->linear(time_1_, view(waves), view(first), Activation::silu);
-  host_->linear(time_2_, view(first), view(time));
+  const auto view = [&](std::vector<float>& x, int64_t columns) { return Matrix{x.data(), DType::f32, steps, columns}; };
+  host_->linear(time_1_, view(waves, freq), view(first, dim), Activation::silu);
+  host_->linear(time_2_, view(first, dim), view(time, dim));
   activated = time;
   for (float& x : activated) x = x / (1.0f + std::exp(-x));
-  host_->linear(time_projection_, view(activated), view(projected));
+  host_->linear(time_projection_, view(activated, dim), view(projected, 6 * dim));
   std::vector<float> out;
   for (int64_t s = 0; s < steps; ++s) {
     out.insert(out.end(), projected.begin() + s * 6 * dim, projected.begin() + (s + 1) * 6 * dim);

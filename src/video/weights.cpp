@@ -245,7 +245,7 @@ void read_weights(const std::string& folder, const Config& config, const UseTens
   }
   auto missing = tensor_shapes(config);
   for (const std::string& file : files) {
-    const std::string path = folder + "/" + file;
+    const std::string path = fmt::format("{}/{}", folder, file);
     const io::SafeTensors read = io::read_safetensors(path);
     io::with_path(path, [&] {
       for (const auto& [name, tensor] : read.tensors) {

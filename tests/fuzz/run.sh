@@ -17,4 +17,4 @@ fuzz() {
   grep -E 'Done|DONE' "$work/log" | tail -n 1 | sed "s/^/fuzz_$name: /"
 }
 export -f fuzz; export build seconds here
-printf '%s\n' npy safetensors png settings c_api | xargs -P 2 -I{} bash -c 'fuzz {}'
+printf '%s\n' npy safetensors png model settings c_api | xargs -P 2 -I{} bash -c 'fuzz {}'

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tiny video model's tests on a CPU in a virtual environment of its own (kept in .venv beside this file).
+# Runs the tests that need PyTorch on a CPU, in a virtual environment of its own (kept in .venv beside this file): the tiny video
+# model's, and the native runner's if the scope command was built (build/release/bin/scope, or SCOPE_COMMAND).
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 venv="${TINY_VIDEO_VENV:-$here/.venv}"
@@ -8,4 +9,10 @@ venv="${TINY_VIDEO_VENV:-$here/.venv}"
 "$venv/bin/python" -c 'import torch' 2>/dev/null || "$venv/bin/pip" install -q torch==2.13.0
 "$venv/bin/pip" install -q -r "$here/requirements.txt"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
-exec "$venv/bin/python" -m pytest -q "$here/tests" "$@"
+"$venv/bin/python" -m pytest -q "$here/tests" "$@"
+if [ -z "${SCOPE_COMMAND:-}" ] && [ ! -x "$here/../../build/release/bin/scope" ]; then
+  echo "scope is not built: the native runner was not compared with diffusers"
+  exit 0
+fi
+export SCOPE_COMMAND="$(realpath "${SCOPE_COMMAND:-$here/../../build/release/bin/scope}")"
+exec "$venv/bin/python" -m pytest -q "$here/../../tests/python/torch" "$@"

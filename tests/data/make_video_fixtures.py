@@ -1,0 +1,66 @@
+"""Writes tests/data/video: small random Wan models with samples that diffusers made, and one of the bundled model.
+
+    python tests/data/make_video_fixtures.py        (PyTorch, diffusers and safetensors; see tools/tiny_video/smoke_test.sh)
+"""
+
+import pathlib
+import sys
+
+import torch
+from safetensors.torch import save_file
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1] / "tools" / "tiny_video"), str(HERE.parent / "python" / "torch")]
+
+import video  # noqa: E402
+from sample import load, sample  # noqa: E402
+from test_runner import GRID, euler, inputs, make  # noqa: E402
+
+SMALL = dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=6, freq_dim=16, ffn_dim=20)
+CASES = {
+    "t2v_sharded": SMALL,
+    "i2v_image_branch": SMALL | dict(in_channels=9, image_dim=5, added_kv_proj_dim=24),
+    "two_images_no_norm": SMALL | dict(image_dim=5, added_kv_proj_dim=24, pos_embed_seq_len=6, cross_attn_norm=False),
+    "patches_over_time": SMALL | dict(patch_size=(2, 1, 3), in_channels=5, image_dim=5, num_layers=1),
+}
+STEPS, SHIFT, GUIDANCE = 2, 4.0, 3.0
+
+
+def random_model(name, config):
+    folder, seed = HERE / "video" / name, len(name)
+
+    def rounded():  # to what the files hold, so that both sides compute with the same numbers
+        model = make(config, seed)
+        for p in model.parameters():
+            p.data = p.data.bfloat16().float()
+        return model
+
+    rounded().bfloat16().save_pretrained(folder, max_shard_size="15KB" if "sharded" in name else "5GB")
+    model = rounded()
+    given = {k: v.half() for k, v in inputs(model, seed).items()}
+    out = euler(model, {k: v.float() for k, v in given.items()}, STEPS, SHIFT, GUIDANCE)[0]
+    note = {"grid": "x".join(map(str, GRID)), "steps": str(STEPS), "shift": str(SHIFT), "guidance": str(GUIDANCE)}
+    save_file({k: v.contiguous() for k, v in given.items()} | {"sample": out.contiguous()}, folder / "case.safetensors", note)
+
+
+def bundled_model():
+    grid = (5, 4, 6)
+    rgb, tokens = video.clips([video.HELD_OUT + 9], grid)
+    first = (rgb[0, :, 0] * 255).round()
+    noise = torch.randn(1, 12, 5, 8, 12, generator=torch.Generator().manual_seed(1)).half()
+    latent = video.to_latent((first / 255)[None, :, None].expand(1, 3, 5, 16, 24).contiguous())
+    out = sample(load(HERE.parents[1] / "models" / "tiny-wan"), latent, tokens, noise.float(), 4)
+    tensors = {"noise": noise[0], "prompt_embeds": tokens[0], "sample": out[0], "first": first.permute(1, 2, 0).to(torch.uint8)}
+    folder = HERE / "video" / "bundled"
+    folder.mkdir(exist_ok=True)
+    note = {"grid": "5x4x6", "steps": "4", "shift": "3.0", "guidance": "1.0"}
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "case.safetensors", note)
+
+
+if __name__ == "__main__":
+    for name, config in CASES.items():
+        random_model(name, config)
+    bundled_model()
+    for path in (HERE / "video").rglob("*.*"):
+        path.chmod(0o644)
+    print(sum(p.stat().st_size for p in (HERE / "video").rglob("*") if p.is_file()), "bytes")

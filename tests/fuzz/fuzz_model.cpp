@@ -1,0 +1,35 @@
+// Fuzzes the JSON of a model folder: any text is a config, an index or notes that hold together, or Error(Status::format).
+#include <cstdlib>
+
+#include "video/media.h"
+#include "video/weights.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace scope::video;
+  const std::string_view text(reinterpret_cast<const char*>(data), size);
+  const auto refused = [](const auto& parse) {
+    try {
+      parse();
+    } catch (const scope::Error& error) {
+      if (error.status() != scope::Status::format) std::abort();
+    }
+  };
+  refused([&] {
+    const Config config = parse_config(text);
+    if (config.layers * config.heads > 64) return;
+    for (const auto& [name, shape] : tensor_shapes(config)) {
+      for (const int64_t n : shape) {
+        if (n < 1 || name.empty()) std::abort();
+      }
+    }
+  });
+  refused([&] {
+    for (const auto& item : parse_index(text)) {
+      if (item.second.empty() || item.second.find('/') != std::string::npos) std::abort();
+    }
+  });
+  refused([&] {
+    if (!(parse_notes(text).shift > 0)) std::abort();
+  });
+  return 0;
+}

@@ -1,0 +1,435 @@
+// Tests the video runner: samples that diffusers made, bad model folders, noise, frames, and how sparse calls are scheduled.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "cpu/kernels.h"
+#include "io/safetensors.h"
+#include "methods/methods.h"
+#include "video/media.h"
+#include "video/sampler.h"
+
+namespace scope::video {
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::string kCases = SCOPE_REPOSITORY "/tests/data/video/";
+const std::string kBundled = SCOPE_REPOSITORY "/models/tiny-wan";
+const std::vector<std::string> kModels = {"t2v_sharded", "i2v_image_branch", "two_images_no_norm", "patches_over_time"};
+
+struct Case {
+  Request request;
+  std::vector<float> sample;
+  io::SafeTensors file;
+};
+
+Case read_case(const std::string& name) {
+  Case out;
+  out.file = io::read_safetensors(kCases + name + "/case.safetensors");
+  const auto take = [&](const char* tensor) {
+    const auto found = out.file.tensors.find(tensor);
+    return found == out.file.tensors.end() ? std::vector<float>{} : to_f32(found->second);
+  };
+  auto& meta = out.file.metadata;
+  Request& r = out.request;
+  std::sscanf(meta["grid"].c_str(), "%ldx%ldx%ld", &r.grid[0], &r.grid[1], &r.grid[2]);
+  r.steps = std::stoll(meta["steps"]);
+  r.shift = std::stod(meta["shift"]);
+  r.guidance = std::stod(meta["guidance"]);
+  r.settings = find_method("dense").settings();
+  r.noise = take("noise");
+  r.condition = take("condition");
+  r.prompt = {take("prompt_embeds"), take("image_embeds")};
+  r.negative = {take("negative_prompt_embeds"), take("image_embeds")};
+  out.sample = take("sample");
+  return out;
+}
+
+// |a - b| over how far the sample went from the noise.
+double distance(const std::vector<float>& a, const Case& c) {
+  EXPECT_EQ(a.size(), c.sample.size());
+  double error = 0, moved = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    error += std::pow(double{a[i]} - double{c.sample[i]}, 2);
+    moved += std::pow(double{c.sample[i]} - double{c.request.noise[i]}, 2);
+  }
+  return std::sqrt(error / moved);
+}
+
+TEST(Video, SamplesOfDiffusers) {
+  for (const std::string& name : kModels) {
+    const Case c = read_case(name);
+    for (const auto& set : cpu::instruction_sets()) {
+      const Context context(2, set.name);
+      for (const DType compute : {DType::f32, DType::bf16}) {
+        const auto engine = make_cpu_engine(context, compute);
+        const Transformer model(kCases + name, *engine);
+        const Sample sample = generate(model, c.request);
+        const double error = distance(sample.latent, c);
+        EXPECT_LT(error, compute == DType::f32 ? 1e-5 : 0.03) << name << " " << set.name << " " << dtype_name(compute);
+        EXPECT_GT(error, compute == DType::f32 ? 0 : 1e-4) << name;  // bf16 did round
+        EXPECT_EQ(std::ssize(sample.calls), c.request.steps * 2 * model.config().layers);
+      }
+    }
+  }
+}
+
+TEST(Video, BundledModelGivesTheClipOfItsSampler) {
+  Case c = read_case("bundled");
+  const auto& first = c.file.tensors.at("first");
+  io::Image image{first.shape[0], first.shape[1], {}};
+  image.rgb.resize(first.data.size());
+  std::memcpy(image.rgb.data(), first.data.data(), first.data.size());
+  const Context context(2);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  const Transformer model(kBundled, *engine);
+  c.request.condition = first_frame_condition(image, latent_size(model.config(), c.request.grid));
+  const Sample sample = generate(model, c.request);
+  EXPECT_LT(distance(sample.latent, c), 2e-5);
+  EXPECT_EQ(to_frames(sample.latent, latent_size(model.config(), c.request.grid)).size(), 5u);
+}
+
+TEST(Video, SameBitsForAnyThreadCount) {
+  const Case c = read_case("i2v_image_branch");
+  std::vector<float> once;
+  for (const int threads : {1, 2, 5}) {
+    const Context context(threads);
+    const auto engine = make_cpu_engine(context, DType::f32);
+    const Transformer model(kCases + "i2v_image_branch", *engine);
+    Request request = c.request;
+    request.settings = find_method("scope").settings();
+    request.settings.dense_steps = 0;
+    const auto latent = generate(model, request).latent;
+    if (once.empty()) once = latent;
+    EXPECT_EQ(latent, once);
+  }
+}
+
+TEST(Video, EveryLayerAndBranchHasItsOwnState) {
+  const Case c = read_case("t2v_sharded");
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  const Transformer model(kCases + "t2v_sharded", *engine);
+  Request request = c.request;
+  request.settings = find_method("scope").settings();
+  request.settings.groups = request.settings.codes = 4;
+  request.settings.dense_steps = 0.25;  // of 8: 2
+  request.steps = 8;
+  int64_t reports = 0;
+  request.done = [&](const CallReport&) { ++reports; };
+  const Sample sample = generate(model, request);
+  ASSERT_EQ(reports, 8 * 2 * 2);
+  for (const CallReport& call : sample.calls) {
+    const Reason expected = call.layer == 0 ? Reason::dense_layer : call.step < 2 ? Reason::dense_step : Reason::sparse;
+    EXPECT_EQ(call.stats.reason, expected);
+    if (expected != Reason::sparse) continue;
+    EXPECT_EQ(call.stats.warm, call.step > 2) << "step " << call.step << ", branch " << call.branch;
+    EXPECT_LT(call.stats.density, 1.0);
+  }
+  // Keeping everything must be dense attention.
+  request.settings.rho = 1;
+  EXPECT_LT(distance(generate(model, request).latent,
+                     [&] {
+                       Case dense = c;
+                       request.settings = find_method("dense").settings();
+                       dense.sample = generate(model, request).latent;
+                       return dense;
+                     }()),
+            1e-5);
+}
+
+TEST(Video, WatchedTensorsAreWhatAttentionTakes) {
+  const Case c = read_case("t2v_sharded");
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  const Transformer model(kCases + "t2v_sharded", *engine);
+  Request request = c.request;
+  int64_t seen = 0;
+  request.wanted = [](int64_t step, int64_t, int64_t branch) { return step == 1 && branch == 1; };
+  request.watch = [&](int64_t step, int64_t layer, int64_t branch, DType dtype, const std::vector<std::byte>& q,
+                      const std::vector<std::byte>& k, const std::vector<std::byte>& v) {
+    EXPECT_EQ(step, 1);
+    EXPECT_EQ(branch, 1);
+    EXPECT_EQ(layer, seen++);
+    EXPECT_EQ(dtype, DType::f32);
+    EXPECT_EQ(q.size(), 60u * 24 * 4);
+    EXPECT_NE(q, k);
+    EXPECT_NE(k, v);
+  };
+  generate(model, request);
+  EXPECT_EQ(seen, 2);
+}
+
+std::string refusal(const std::function<void()>& body, Status status) {
+  try {
+    body();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), status) << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was refused";
+  return "";
+}
+
+void expect_refusal(const std::function<void()>& body, Status status, const std::string& words) {
+  const std::string text = refusal(body, status);
+  EXPECT_NE(text.find(words), std::string::npos) << text << "\ndoes not say: " << words;
+}
+
+TEST(Video, RequestsThatDoNotFit) {
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  const Transformer model(kCases + "i2v_image_branch", *engine);
+  const auto with = [&](const std::function<void(Request&)>& change, Status status, const std::string& words) {
+    Case c = read_case("i2v_image_branch");
+    change(c.request);
+    expect_refusal([&] { generate(model, c.request); }, status, words);
+  };
+  with([](Request& r) { r.noise.pop_back(); }, Status::shape, "noise");
+  with([](Request& r) { r.condition.clear(); }, Status::shape, "condition: got 0 numbers, expected [5, 3, 8, 10]");
+  with([](Request& r) { r.grid = {3, 4, 2000}; }, Status::shape, "3x4x2000");
+  with([](Request& r) { r.grid = {0, 4, 5}; }, Status::shape, "0x4x5");
+  with([](Request& r) { r.prompt.text.resize(6); }, Status::shape, "padded to 512");
+  with([](Request& r) { r.prompt.text.pop_back(); }, Status::shape, "rows of 6");
+  with([](Request& r) { r.prompt.image.clear(); }, Status::shape, "image_embeds");
+  with([](Request& r) { r.negative = {}; }, Status::shape, "prompt_embeds");
+  with([](Request& r) { r.steps = 0; }, Status::invalid_argument, "steps");
+  with([](Request& r) { r.shift = 0; }, Status::invalid_argument, "shift");
+  with([](Request& r) { r.guidance = NAN; }, Status::invalid_argument, "guidance");
+  with([](Request& r) { r.noise[7] = NAN; }, Status::non_finite, "NaN");
+  const Transformer plain(kCases + "t2v_sharded", *engine);
+  Case c = read_case("t2v_sharded");
+  c.request.prompt.image = {1, 2, 3};
+  expect_refusal([&] { generate(plain, c.request); }, Status::shape, "takes none");
+}
+
+// A copy of a model's folder that a test may spoil.
+class Folder {
+ public:
+  explicit Folder(const std::string& name) : path_(fs::temp_directory_path() / fmt::format("scope_video_{}", ::getpid())) {
+    fs::remove_all(path_);
+    fs::copy(kCases + name, path_, fs::copy_options::recursive);
+  }
+  ~Folder() { fs::remove_all(path_); }
+  std::string file(const std::string& name) const { return path_ / name; }
+  void write(const std::string& name, const std::string& text) const { std::ofstream(path_ / name) << text; }
+  std::string read(const std::string& name) const {
+    std::ifstream in(path_ / name, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  void expect(const std::string& words, Status status = Status::format) const {
+    const Context context(1);
+    const auto engine = make_cpu_engine(context, DType::f32);
+    expect_refusal([&] { const Transformer model(path_, *engine); }, status, words);
+  }
+
+ private:
+  fs::path path_;
+};
+
+const std::string kOne = "diffusion_pytorch_model.safetensors";
+
+// Reads, changes and writes the weights.
+void spoil(const Folder& folder, const std::function<void(std::map<std::string, io::Array>&)>& change,
+           const std::string& name = kOne) {
+  io::SafeTensors file = io::read_safetensors(folder.file(name));
+  change(file.tensors);
+  io::write_safetensors(folder.file(name), file);
+}
+
+TEST(Video, SpoiledCheckpoints) {
+  const std::string name = "blocks.1.attn2.add_k_proj.weight";
+  {
+    const Folder folder("i2v_image_branch");
+    const std::string all = folder.read(kOne);
+    folder.write(kOne, all.substr(0, all.size() - 1));
+    folder.expect(kOne);
+    folder.write(kOne, all.substr(0, 100));
+    folder.expect(kOne);
+    fs::remove(folder.file(kOne));
+    folder.expect(kOne, Status::io);
+  }
+  {
+    const Folder folder("i2v_image_branch");
+    spoil(folder, [&](auto& tensors) {
+      auto node = tensors.extract(name);
+      node.key() = "blocks.1.attn2.add_key.weight";
+      tensors.insert(std::move(node));
+    });
+    folder.expect("tensor 'blocks.1.attn2.add_key.weight': config.json implies no such tensor");
+  }
+  {
+    const Folder folder("i2v_image_branch");
+    spoil(folder, [&](auto& tensors) { tensors.erase(name); });
+    folder.expect("tensor '" + name + "' of shape [24, 24] is missing");
+  }
+  {
+    const Folder folder("i2v_image_branch");
+    spoil(folder, [&](auto& tensors) { tensors.at(name).shape = {12, 48}; });
+    folder.expect("tensor '" + name + "': got shape [12, 48], config.json implies [24, 24]");
+    spoil(folder, [&](auto& tensors) {
+      tensors.at(name).shape = {24, 24};
+      tensors.at(name).type = io::ElementType::i16;
+    });
+    folder.expect("tensor '" + name + "': got i16");
+  }
+  {
+    const Folder folder("i2v_image_branch");  // what old exports carry is no part of the model
+    spoil(folder, [&](auto& tensors) {
+      tensors["blocks.1.attn2.norm_added_q.weight"] = tensors.at("blocks.1.attn2.norm_k.weight");
+    });
+    const Context context(1);
+    const auto engine = make_cpu_engine(context, DType::f32);
+    EXPECT_NO_THROW(Transformer(folder.file("."), *engine));
+  }
+  {
+    const Folder folder("t2v_sharded");
+    const std::string index = kOne + ".index.json", text = folder.read(index),
+                      last = "diffusion_pytorch_model-00003-of-00003.safetensors";
+    fs::rename(folder.file(last), folder.file("kept"));
+    folder.expect(last, Status::io);
+    fs::rename(folder.file("kept"), folder.file(last));
+    folder.write(index, "{\"weight_map\": {\"a\": \"../x.safetensors\"}}");
+    folder.expect("'../x.safetensors'");
+    folder.write(index, "{\"weight_map\": 3}");
+    folder.expect("weight_map");
+    folder.write(index, text.substr(0, text.size() / 2));
+    folder.expect(index);
+    // A tensor that is in another shard than the index says.
+    std::string moved = text;
+    const std::string first = "diffusion_pytorch_model-00001-of-00003.safetensors";
+    const size_t at = moved.find(first);
+    ASSERT_NE(at, std::string::npos);
+    moved.replace(at, first.size(), last);
+    folder.write(index, moved);
+    folder.expect("puts it elsewhere");
+  }
+}
+
+TEST(Video, ConfigsThatAreWrongOrContradictTheWeights) {
+  const Folder folder("i2v_image_branch");
+  const std::string good = folder.read("config.json");
+  const auto with = [&](const std::string& from, const std::string& to, const std::string& words) {
+    std::string text = good;
+    const size_t at = text.find(from);
+    ASSERT_NE(at, std::string::npos) << from;
+    text.replace(at, from.size(), to);
+    folder.write("config.json", text);
+    folder.expect(words);
+  };
+  with("\"ffn_dim\": 20", "\"ffn_dim\": 21", "ffn.net.");
+  with("\"num_layers\": 2", "\"num_layers\": 3", "blocks.2.");
+  with("\"num_layers\": 2", "\"num_layers\": 1", "tensor 'blocks.1.");
+  with("\"in_channels\": 9", "\"in_channels\": 8", "patch_embedding.weight");
+  with("\"num_layers\": 2", "\"num_layers\": -2", "num_layers: got -2, expected an integer in 1..1024");
+  with("\"num_layers\": 2", "\"num_layers\": 2.5", "num_layers: got 2.5");
+  with("\"num_layers\": 2", "\"num_layers\": 18446744073709551615", "num_layers");
+  with("\"num_layers\": 2", "\"num_layers\": null", "num_layers: got null");
+  with("\"num_layers\": 2", "\"num_layers\": \"2\"", "num_layers");
+  with("\"attention_head_dim\": 12", "\"attention_head_dim\": 13", "attention_head_dim: got 13, expected an even");
+  with("\"attention_head_dim\": 12", "\"attention_head_dim\": 4", "attention_head_dim");
+  with("\"cross_attn_norm\": true", "\"cross_attn_norm\": 1", "cross_attn_norm");
+  with("\"eps\": 1e-06", "\"eps\": -1", "eps");
+  with("\"added_kv_proj_dim\": 24", "\"added_kv_proj_dim\": 12", "added_kv_proj_dim: got 12");
+  with("\"added_kv_proj_dim\": 24", "\"added_kv_proj_dim\": null", "attn2.add_k_proj");
+  with("\"out_channels\": 4", "\"out_channels\": 40", "in_channels: got 9");
+  with("\"ffn_dim\": 20", "\"ffn_dim\": 20, \"window\": 3", "'window': unknown key");
+  with("WanTransformer3DModel", "WanVACETransformer3DModel", "_class_name");
+  with("rms_norm_across_heads", "rms_norm", "qk_norm");
+  with("{", "[{", "config.json");
+  folder.write("config.json", std::string(100000, '['));
+  folder.expect("config.json");
+  folder.write("config.json", "");
+  folder.expect("config.json");
+  fs::remove(folder.file("config.json"));
+  folder.expect("config.json", Status::io);
+}
+
+TEST(Video, ConfigDefaultsAreThoseOfDiffusers) {
+  const Config config = parse_config(R"({"_class_name": "WanTransformer3DModel", "qk_norm": "rms_norm_across_heads"})");
+  EXPECT_EQ(config, Config{});
+  EXPECT_EQ(config.dim(), 5120);
+  EXPECT_EQ(config.rope(), (std::vector<int64_t>{44, 42, 42}));
+}
+
+TEST(Video, NoteFiles) {
+  const Notes notes = parse_notes(R"({"latent": "rgb", "shift": 3.0, "grid": [13, 20, 32]})");
+  EXPECT_TRUE(notes.rgb);
+  EXPECT_EQ(notes.shift, 3.0);
+  EXPECT_EQ(notes.grid, (std::array<int64_t, 3>{13, 20, 32}));
+  for (const char* bad :
+       {"", "[]", R"({"latent": "vae"})", R"({"shift": 0})", R"({"shift": "3"})", R"({"grid": [1, 2]})",
+        R"({"grid": [1, 2, 0]})", R"({"grid": [1, 2, -3]})", R"({"grid": [1, 2, 3.5]})", R"({"other": 1})"}) {
+    EXPECT_THROW(parse_notes(bad), Error) << bad;
+  }
+  EXPECT_TRUE(read_notes(kBundled).rgb);
+  EXPECT_FALSE(read_notes(kCases + "t2v_sharded").rgb);
+}
+
+TEST(Video, NoiseIsNormalAndNamedByItsSeed) {
+  const auto a = make_noise(7, 200001), b = make_noise(8, 200001);
+  double mean = 0, square = 0, fourth = 0, both = 0, neighbours = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double x = a[i];
+    mean += x;
+    square += x * x;
+    fourth += x * x * x * x;
+    both += x * b[i];
+    if (i > 0) neighbours += x * a[i - 1];
+  }
+  const auto n = static_cast<double>(a.size());
+  EXPECT_NEAR(mean / n, 0, 0.01);
+  EXPECT_NEAR(square / n, 1, 0.015);
+  EXPECT_NEAR(fourth / n, 3, 0.12);
+  EXPECT_NEAR(both / n, 0, 0.01);
+  EXPECT_NEAR(neighbours / n, 0, 0.01);
+  EXPECT_EQ(make_noise(7, 1000), std::vector<float>(a.begin(), a.begin() + 1000));
+  // Frozen: seeds name the same noise in every version.
+  EXPECT_FLOAT_EQ(a[0], -3.258746499f);
+  EXPECT_FLOAT_EQ(a[1], -1.271917265f);
+}
+
+TEST(Video, NoiseLevels) {
+  const auto levels = noise_levels(20, 3);
+  ASSERT_EQ(levels.size(), 21u);
+  EXPECT_EQ(levels[0], 1);
+  EXPECT_EQ(levels[20], 0);
+  EXPECT_NEAR(levels[10], 0.75, 1e-12);
+  for (size_t i = 0; i < 20; ++i) EXPECT_GT(levels[i], levels[i + 1]);
+}
+
+TEST(Video, FramesAndTheFirstFrameAreInverse) {
+  const std::array<int64_t, 3> size = {3, 4, 6};
+  io::Image image{8, 12, std::vector<uint8_t>(8 * 12 * 3)};
+  for (size_t i = 0; i < image.rgb.size(); ++i) image.rgb[i] = static_cast<uint8_t>(i * 7);
+  const auto condition = first_frame_condition(image, size);
+  ASSERT_EQ(condition.size(), 16u * 3 * 24);
+  const std::vector<float> latent(condition.begin() + 4 * 3 * 24, condition.end());
+  const auto frames = to_frames(latent, size);
+  ASSERT_EQ(frames.size(), 3u);
+  EXPECT_EQ(frames[0], image);
+  EXPECT_EQ(frames[2].rgb, std::vector<uint8_t>(image.rgb.size(), 128));  // a latent of 0 is grey
+  const auto guide = [&](int64_t channel, int64_t t, int64_t y, int64_t x) {
+    return condition[static_cast<size_t>(((channel * 3 + t) * 4 + y) * 6 + x)];
+  };
+  EXPECT_EQ(guide(0, 0, 1, 1), 1);
+  EXPECT_EQ(guide(0, 1, 1, 1), 0);
+  EXPECT_EQ(guide(1, 1, 0, 0), 0.5f);
+  EXPECT_FLOAT_EQ(guide(2, 0, 3, 0), 1.5f / 32);
+  EXPECT_FLOAT_EQ(guide(3, 0, 0, 0), -2.5f / 32);
+  // Blue of row 1, column 2: channel 4 * 2 + 2 * 1 + 0 at (0, 1).
+  EXPECT_FLOAT_EQ(latent[static_cast<size_t>(10 * 3 * 24 + 1)], (static_cast<float>(image.pixel(1, 2)[2]) / 255 - 0.5f) * 4);
+  expect_refusal(
+      [&] {
+        first_frame_condition({8, 10, std::vector<uint8_t>(240)}, size);
+      },
+      Status::shape, "got 10 x 8 pixels, this grid needs 12 x 8");
+}
+
+}  // namespace
+}  // namespace scope::video
