@@ -311,7 +311,9 @@ void run(const Options& options) {
   }
 
   const Context context = options.machine.context();
-  require(context.device() == nullptr, Status::unsupported, "--backend: scope generate runs on the CPU alone so far");
+  const bool gpu = context.device() != nullptr;
+  require(!gpu || options.compute != "f32", Status::unsupported, "--compute: a GPU takes bf16");
+  const std::string compute = !options.compute.empty() ? options.compute : gpu ? "bf16" : "f32";
   RunFolder out(options.output);
   if (!options.dump.empty()) {
     std::error_code error;
@@ -335,7 +337,8 @@ void run(const Options& options) {
       write_qkv(path, config, request.grid, dtype, {{"q", &q}, {"k", &k}, {"v", &v}});
     };
   }
-  const auto engine = video::make_cpu_engine(context, options.compute == "bf16" ? DType::bf16 : DType::f32);
+  const auto engine =
+      gpu ? video::make_cuda_engine(context) : video::make_cpu_engine(context, compute == "bf16" ? DType::bf16 : DType::f32);
   const video::Transformer model(folder, *engine);
   const int64_t passes = request.guidance == 1 ? 1 : 2;
   auto progress = std::make_unique<Progress>("generate " + options.method, request.steps * passes * config.layers);
@@ -358,7 +361,7 @@ void run(const Options& options) {
                               {"example", options.example},
                               {"shift", request.shift},
                               {"guidance", request.guidance},
-                              {"compute", options.compute},
+                              {"compute", compute},
                               {"machine", machine_json(context)},
                               {"density", density},
                               {"seconds", seconds},
@@ -381,7 +384,7 @@ void run(const Options& options) {
       "{:.1f}; {}, {} threads, {})\n",
       options.output, options.method, io::join(request.grid, "x"), request.steps, density, sample.seconds,
       seconds["dense_prefix"].get<double>(), seconds["sparse_attention"].get<double>(), seconds["selection"].get<double>(),
-      seconds["rest"].get<double>(), options.compute, context.threads(), context.instruction_set());
+      seconds["rest"].get<double>(), compute, context.threads(), context.instruction_set());
 }
 
 }  // namespace
@@ -421,9 +424,10 @@ void add_generate(CLI::App& app) {
   command->add_option("--noise", options->noise, "take the tensor `noise` of this .safetensors file instead of a seed's");
   command->add_option("--shift", options->shift, "of the noise levels; the model's own, or 5")->check(CLI::PositiveNumber);
   command->add_option("--guidance", options->guidance, "classifier-free guidance; 5 where there is a negative prompt");
-  command->add_option("--compute", options->compute, "f32 or bf16, for linear layers and attention")
-      ->check(CLI::IsMember({"f32", "bf16"}))
-      ->capture_default_str();
+  command
+      ->add_option("--compute", options->compute,
+                   "f32 or bf16, for linear layers and attention; f32 on the CPU, bf16 on a GPU")
+      ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--latents", options->latents, "write latents.safetensors beside the frames");
   command->add_option("--dump-qkv", options->dump,
                       "write q, k, v of every layer into this folder, for scope compare and attend");

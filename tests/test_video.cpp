@@ -7,7 +7,11 @@
 #include <filesystem>
 #include <fstream>
 
+#include "backends.h"
+#include "core/numeric.h"
+#include "core/random.h"
 #include "cpu/kernels.h"
+#include "cuda/device.h"
 #include "io/safetensors.h"
 #include "methods/methods.h"
 #include "video/media.h"
@@ -61,7 +65,7 @@ double distance(const std::vector<float>& a, const Case& c) {
   return std::sqrt(error / moved);
 }
 
-TEST(Video, SamplesOfDiffusers) {
+TEST(VideoOnCpu, SamplesOfDiffusers) {
   for (const std::string& name : kModels) {
     const Case c = read_case(name);
     for (const auto& set : cpu::instruction_sets()) {
@@ -79,7 +83,7 @@ TEST(Video, SamplesOfDiffusers) {
   }
 }
 
-TEST(Video, BundledModelGivesTheClipOfItsSampler) {
+TEST(VideoOnCpu, BundledModelGivesTheClipOfItsSampler) {
   Case c = read_case("bundled");
   const auto& first = c.file.tensors.at("first");
   io::Image image{first.shape[0], first.shape[1], {}};
@@ -94,7 +98,7 @@ TEST(Video, BundledModelGivesTheClipOfItsSampler) {
   EXPECT_EQ(to_frames(sample.latent, latent_size(model.config(), c.request.grid)).size(), 5u);
 }
 
-TEST(Video, SameBitsForAnyThreadCount) {
+TEST(VideoOnCpu, SameBitsForAnyThreadCount) {
   const Case c = read_case("i2v_image_branch");
   std::vector<float> once;
   for (const int threads : {1, 2, 5}) {
@@ -110,7 +114,7 @@ TEST(Video, SameBitsForAnyThreadCount) {
   }
 }
 
-TEST(Video, EveryLayerAndBranchHasItsOwnState) {
+TEST(VideoOnCpu, EveryLayerAndBranchHasItsOwnState) {
   const Case c = read_case("t2v_sharded");
   const Context context(1);
   const auto engine = make_cpu_engine(context, DType::f32);
@@ -143,7 +147,7 @@ TEST(Video, EveryLayerAndBranchHasItsOwnState) {
             1e-5);
 }
 
-TEST(Video, WatchedTensorsAreWhatAttentionTakes) {
+TEST(VideoOnCpu, WatchedTensorsAreWhatAttentionTakes) {
   const Case c = read_case("t2v_sharded");
   const Context context(1);
   const auto engine = make_cpu_engine(context, DType::f32);
@@ -181,7 +185,7 @@ void expect_refusal(const std::function<void()>& body, Status status, const std:
   EXPECT_NE(text.find(words), std::string::npos) << text << "\ndoes not say: " << words;
 }
 
-TEST(Video, RequestsThatDoNotFit) {
+TEST(VideoOnCpu, RequestsThatDoNotFit) {
   const Context context(1);
   const auto engine = make_cpu_engine(context, DType::f32);
   const Transformer model(kCases + "i2v_image_branch", *engine);
@@ -242,7 +246,7 @@ void spoil(const Folder& folder, const std::function<void(std::map<std::string, 
   io::write_safetensors(folder.file(name), file);
 }
 
-TEST(Video, SpoiledCheckpoints) {
+TEST(VideoOnCpu, SpoiledCheckpoints) {
   const std::string name = "blocks.1.attn2.add_k_proj.weight";
   {
     const Folder folder("i2v_image_branch");
@@ -311,7 +315,7 @@ TEST(Video, SpoiledCheckpoints) {
   }
 }
 
-TEST(Video, ConfigsThatAreWrongOrContradictTheWeights) {
+TEST(VideoOnCpu, ConfigsThatAreWrongOrContradictTheWeights) {
   const Folder folder("i2v_image_branch");
   const std::string good = folder.read("config.json");
   const auto with = [&](const std::string& from, const std::string& to, const std::string& words) {
@@ -350,14 +354,14 @@ TEST(Video, ConfigsThatAreWrongOrContradictTheWeights) {
   folder.expect("config.json", Status::io);
 }
 
-TEST(Video, ConfigDefaultsAreThoseOfDiffusers) {
+TEST(VideoOnCpu, ConfigDefaultsAreThoseOfDiffusers) {
   const Config config = parse_config(R"({"_class_name": "WanTransformer3DModel", "qk_norm": "rms_norm_across_heads"})");
   EXPECT_EQ(config, Config{});
   EXPECT_EQ(config.dim(), 5120);
   EXPECT_EQ(config.rope(), (std::vector<int64_t>{44, 42, 42}));
 }
 
-TEST(Video, NoteFiles) {
+TEST(VideoOnCpu, NoteFiles) {
   const Notes notes = parse_notes(R"({"latent": "rgb", "shift": 3.0, "grid": [13, 20, 32]})");
   EXPECT_TRUE(notes.rgb);
   EXPECT_EQ(notes.shift, 3.0);
@@ -371,7 +375,7 @@ TEST(Video, NoteFiles) {
   EXPECT_FALSE(read_notes(kCases + "t2v_sharded").rgb);
 }
 
-TEST(Video, NoiseIsNormalAndNamedByItsSeed) {
+TEST(VideoOnCpu, NoiseIsNormalAndNamedByItsSeed) {
   const auto a = make_noise(7, 200001), b = make_noise(8, 200001);
   double mean = 0, square = 0, fourth = 0, both = 0, neighbours = 0;
   for (size_t i = 0; i < a.size(); ++i) {
@@ -394,7 +398,7 @@ TEST(Video, NoiseIsNormalAndNamedByItsSeed) {
   EXPECT_FLOAT_EQ(a[1], -1.271917265f);
 }
 
-TEST(Video, NoiseLevels) {
+TEST(VideoOnCpu, NoiseLevels) {
   const auto levels = noise_levels(20, 3);
   ASSERT_EQ(levels.size(), 21u);
   EXPECT_EQ(levels[0], 1);
@@ -403,7 +407,7 @@ TEST(Video, NoiseLevels) {
   for (size_t i = 0; i < 20; ++i) EXPECT_GT(levels[i], levels[i + 1]);
 }
 
-TEST(Video, FramesAndTheFirstFrameAreInverse) {
+TEST(VideoOnCpu, FramesAndTheFirstFrameAreInverse) {
   const std::array<int64_t, 3> size = {3, 4, 6};
   io::Image image{8, 12, std::vector<uint8_t>(8 * 12 * 3)};
   for (size_t i = 0; i < image.rgb.size(); ++i) image.rgb[i] = static_cast<uint8_t>(i * 7);
@@ -429,6 +433,118 @@ TEST(Video, FramesAndTheFirstFrameAreInverse) {
         first_frame_condition({8, 10, std::vector<uint8_t>(240)}, size);
       },
       Status::shape, "got 10 x 8 pixels, this grid needs 12 x 8");
+}
+
+// On a GPU: the same samples as the CPU's f32 to bf16's rounding, which the CPU's own bf16 measures.
+class VideoOnDevice : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (cuda::devices().empty()) GTEST_SKIP() << "[GPU tests skipped]";
+  }
+};
+
+double difference(const std::vector<float>& a, const std::vector<float>& b) {
+  double error = 0, size = 0;
+  for (size_t i = 0; i < b.size(); ++i) {
+    error += std::pow(double{a[i]} - double{b[i]}, 2);
+    size += std::pow(double{b[i]}, 2);
+  }
+  return std::sqrt(error / size);
+}
+
+// A folder with a random model of which every width is a multiple of 8.
+Config write_random_model(const std::string& folder, bool image) {
+  fs::remove_all(folder);
+  fs::create_directories(folder);
+  std::ofstream(folder + "/config.json")
+      << R"({"_class_name": "WanTransformer3DModel", "qk_norm": "rms_norm_across_heads", "num_attention_heads": 2,
+             "attention_head_dim": 24, "num_layers": 3, "in_channels": )"
+      << (image ? 10 : 4) << R"(, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 72)"
+      << (image ? R"(, "image_dim": 40, "added_kv_proj_dim": 48, "pos_embed_seq_len": 14)" : R"(, "cross_attn_norm": false)")
+      << "}";
+  const Config config = read_config(folder);
+  io::SafeTensors file;
+  uint64_t seed = 1;
+  for (const auto& [name, shape] : tensor_shapes(config)) {
+    int64_t n = 1;
+    for (const int64_t side : shape) n *= side;
+    std::vector<float> values = make_noise(seed++, n);
+    const double scale = shape.size() > 1 ? 1 / std::sqrt(static_cast<double>(n / shape[0])) : 0.3;
+    for (float& x : values) x = name.find("norm") != std::string::npos ? 1 + 0.2f * x : x * static_cast<float>(scale);
+    io::Array array{io::ElementType::f32, shape, std::vector<std::byte>(values.size() * 4)};
+    std::memcpy(array.data.data(), values.data(), array.data.size());
+    file.tensors[name] = array;
+  }
+  io::write_safetensors(folder + "/" + kOne, file);
+  return config;
+}
+
+TEST_F(VideoOnDevice, SamplesOfTheCpu) {
+  const Context cpu(2), gpu = Context::on_gpu(0);
+  for (const bool image : {false, true}) {
+    const std::string folder = fs::temp_directory_path() / fmt::format("scope_video_gpu_{}", ::getpid());
+    const Config config = write_random_model(folder, image);
+    Request request;
+    request.grid = {3, 5, 7};
+    request.steps = 4;
+    request.guidance = 3;
+    const auto size = latent_size(config, request.grid);
+    const int64_t volume = size[0] * size[1] * size[2];
+    request.noise = make_noise(100, config.out_channels * volume);
+    request.condition = make_noise(101, (config.in_channels - config.out_channels) * volume);
+    const auto prompt = [&](uint64_t seed) {
+      return Prompt{make_noise(seed, (image ? 512 : 9) * config.text_dim),
+                    image ? make_noise(seed + 1, 14 * config.image_dim) : std::vector<float>{}};
+    };
+    request.prompt = prompt(102);
+    request.negative = prompt(104);
+    for (const char* method : {"dense", "scope"}) {
+      request.settings = find_method(method).settings();
+      if (!request.settings.dense) request.settings.rho = 1;  // every key, through the sparse path: rounding alone remains
+      const auto run = [&](std::unique_ptr<Engine> engine) {
+        const Transformer model(folder, *engine);
+        return generate(model, request);
+      };
+      const auto exact = run(make_cpu_engine(cpu, DType::f32)).latent;
+      const double own = difference(run(make_cpu_engine(cpu, DType::bf16)).latent, exact);
+      const Sample sample = run(make_cuda_engine(gpu));
+      const double error = difference(sample.latent, exact);
+      EXPECT_LT(error, 2 * own + 1e-3) << method << (image ? " with images" : "");
+      EXPECT_GT(error, 0);
+      EXPECT_EQ(sample.latent, run(make_cuda_engine(gpu)).latent) << "runs repeat";
+      fmt::print("{}{}: relative error {:.5f}, the CPU's bf16 {:.5f}\n", method, image ? " with images" : "", error, own);
+    }
+    fs::remove_all(folder);
+  }
+}
+
+TEST_F(VideoOnDevice, BundledExampleIsReproduced) {
+  const io::SafeTensors file = io::read_safetensors(kBundled + "/examples.safetensors");
+  const Context gpu = Context::on_gpu(0);
+  const auto engine = make_cuda_engine(gpu);
+  const Transformer model(kBundled, *engine);
+  Request request;
+  request.grid = {13, 20, 32};
+  const auto size = latent_size(model.config(), request.grid);
+  const auto& truth = file.tensors.at("truth");
+  io::Image first{80, 128, std::vector<uint8_t>(80 * 128 * 3)};
+  std::memcpy(first.rgb.data(), truth.data.data(), first.rgb.size());
+  request.condition = first_frame_condition(first, size);
+  request.noise = to_f32(file.tensors.at("noise"));
+  const auto prompts = to_f32(file.tensors.at("prompt_embeds"));
+  request.prompt.text.assign(prompts.begin(), prompts.begin() + 8 * 32);
+  const auto expected = to_f32(file.tensors.at("dense"));
+  for (const char* method : {"dense", "scope"}) {
+    request.settings = find_method(method).settings();
+    if (!request.settings.dense) set_setting(request.settings, "target_density", "0.2");
+    generate(model, request);  // warms up
+    const Sample sample = generate(model, request);
+    double mse = 0;
+    for (size_t i = 0; i < expected.size(); ++i) mse += std::pow((double{sample.latent[i]} - double{expected[i]}) / 4, 2);
+    const double psnr = -10 * std::log10(mse / static_cast<double>(expected.size()));
+    fmt::print("{}: {:.2f} dB against the committed f32 sample, {:.3f} s for 20 steps\n", method, psnr, sample.seconds);
+    EXPECT_GT(psnr, request.settings.dense ? 38 : 28) << method;
+  }
 }
 
 }  // namespace

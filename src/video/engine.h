@@ -6,20 +6,12 @@
 
 #include "io/file.h"
 #include "pipeline/plan.h"
+#include "video/matrix.h"
 
 namespace scope::video {
 
 // Memory of an engine, freed with the last copy.
 using Buffer = std::shared_ptr<void>;
-
-// A dense matrix in an engine's memory, row after row; it never owns.
-struct Matrix {
-  void* data = nullptr;
-  DType dtype = DType::f32;
-  int64_t rows = 0, columns = 0;
-};
-
-enum class Activation { none, gelu_tanh, gelu, silu };
 
 // The matrix of a linear layer [out, in], as an engine keeps it.
 class Weights {
@@ -31,14 +23,6 @@ class Weights {
 struct Linear {
   const Weights* weights = nullptr;
   const float* bias = nullptr;  // [out] in the engine's memory
-};
-
-// A latent [channels, T, H, W] is cut into patches; a token is one patch, tokens in raster order of (T, H, W).
-struct PatchGrid {
-  int64_t t, h, w;     // tokens
-  int64_t pt, ph, pw;  // latent elements of a patch
-  int64_t tokens() const { return t * h * w; }
-  int64_t patch() const { return pt * ph * pw; }
 };
 
 // Calls are made in order from one thread. On a device they only queue work: download and wait wait for it, and what is
@@ -87,5 +71,8 @@ class Engine {
 
 // compute: f32, or bf16: linear layers and attention multiply bf16 numbers and sum in f32; the rest is f32 always.
 std::unique_ptr<Engine> make_cpu_engine(const Context& context, DType compute);
+
+// bf16 on the context's GPU; throws Status::unsupported in a build without CUDA or where cuBLASLt is not installed.
+std::unique_ptr<Engine> make_cuda_engine(const Context& context);
 
 }  // namespace scope::video

@@ -1,0 +1,171 @@
+// The dozen functions of cuBLASLt that a linear layer takes, by their C ABI (stable since CUDA 11).
+#include "cuda/cublaslt.h"
+
+#include <dlfcn.h>
+
+#include <string>
+
+#include "core/error.h"
+#include "cuda/memory.h"
+
+namespace scope::cuda {
+
+namespace {
+
+constexpr size_t kWorkspaceBytes = size_t{32} << 20;
+
+// Enumerators of cublasLt.h and library_types.h.
+constexpr int kCompute32F = 68, kReal32F = 0, kRealBf16 = 14;
+constexpr int kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8, kBiasType = 26;
+constexpr int kEpilogueNone = 1, kEpilogueBias = 4, kEpilogueGelu = 32;
+constexpr int kMaxWorkspace = 1, kReductionSchemes = 3, kAlignmentA = 5;  // then B, C and D
+
+struct Algorithm {
+  uint64_t data[8];
+};
+struct Heuristic {
+  Algorithm algorithm;
+  size_t workspace;
+  int state;
+  float waves;
+  int reserved[4];
+};
+
+int type_of(DType dtype) { return dtype == DType::f32 ? kReal32F : kRealBf16; }
+
+void check(int status, const char* what) {
+  require(status == 0, status == 3 ? Status::out_of_memory : Status::device, "cuBLASLt: {} gave status {}", what, status);
+}
+
+}  // namespace
+
+struct CublasLt::Functions {
+  void* library = nullptr;
+  int (*create)(void**) = nullptr;
+  int (*destroy)(void*) = nullptr;
+  int (*desc_create)(void**, int, int) = nullptr;
+  int (*desc_destroy)(void*) = nullptr;
+  int (*desc_set)(void*, int, const void*, size_t) = nullptr;
+  int (*layout_create)(void**, int, uint64_t, uint64_t, int64_t) = nullptr;
+  int (*layout_destroy)(void*) = nullptr;
+  int (*preference_create)(void**) = nullptr;
+  int (*preference_destroy)(void*) = nullptr;
+  int (*preference_set)(void*, int, const void*, size_t) = nullptr;
+  int (*heuristic)(void*, void*, void*, void*, void*, void*, void*, int, Heuristic*, int*) = nullptr;
+  int (*matmul)(void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*, void*,
+                void*, const Algorithm*, void*, size_t, void*) = nullptr;
+
+  template <class T>
+  void find(T*& function, const char* name) const {
+    function = reinterpret_cast<T*>(::dlsym(library, name));
+    require(function != nullptr, Status::unsupported, "cuBLASLt: the library has no {}", name);
+  }
+
+  Functions() {
+    std::string tried;
+    for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"}) {
+      library = ::dlopen(name, RTLD_NOW | RTLD_LOCAL);
+      if (library != nullptr) break;
+      tried += fmt::format("{}{}", tried.empty() ? "" : ", ", name);
+    }
+    require(
+        library != nullptr, Status::unsupported,
+        "linear layers on a GPU need cuBLASLt, and none of {} could be loaded: install CUDA's libcublas, or add its folder "
+        "to LD_LIBRARY_PATH",
+        tried);
+    find(create, "cublasLtCreate");
+    find(destroy, "cublasLtDestroy");
+    find(desc_create, "cublasLtMatmulDescCreate");
+    find(desc_destroy, "cublasLtMatmulDescDestroy");
+    find(desc_set, "cublasLtMatmulDescSetAttribute");
+    find(layout_create, "cublasLtMatrixLayoutCreate");
+    find(layout_destroy, "cublasLtMatrixLayoutDestroy");
+    find(preference_create, "cublasLtMatmulPreferenceCreate");
+    find(preference_destroy, "cublasLtMatmulPreferenceDestroy");
+    find(preference_set, "cublasLtMatmulPreferenceSetAttribute");
+    find(heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(matmul, "cublasLtMatmul");
+  }
+  // The library stays loaded: unloading one that has registered kernels is not safe.
+};
+
+// What describes products of one shape.
+struct CublasLt::Product {
+  const Functions& call;
+  void *desc = nullptr, *weights = nullptr, *x = nullptr, *out = nullptr, *preference = nullptr;
+  Algorithm algorithm{};
+
+  explicit Product(const Functions& functions) : call(functions) {}
+  Product(const Product&) = delete;
+  Product& operator=(const Product&) = delete;
+  ~Product() {
+    if (preference != nullptr) call.preference_destroy(preference);
+    for (void* layout : {weights, x, out}) {
+      if (layout != nullptr) call.layout_destroy(layout);
+    }
+    if (desc != nullptr) call.desc_destroy(desc);
+  }
+};
+
+CublasLt::CublasLt() : call_(std::make_unique<Functions>()) {
+  check(call_->create(&handle_), "cublasLtCreate");
+  workspace_ = allocate(static_cast<int64_t>(kWorkspaceBytes));
+}
+
+CublasLt::~CublasLt() {
+  products_.clear();
+  release(workspace_);
+  call_->destroy(handle_);
+}
+
+// The library is column-major: out^T [columns, rows] = weights [columns, depth] . x^T, with the weights read transposed.
+const CublasLt::Product& CublasLt::product(int64_t rows, int64_t columns, int64_t depth, bool bias, bool gelu,
+                                           DType out_type) {
+  auto& slot = products_[{rows, columns, depth, bias, gelu, out_type}];
+  if (slot != nullptr) return *slot;
+  auto made = std::make_unique<Product>(*call_);
+  check(call_->desc_create(&made->desc, kCompute32F, kReal32F), "cublasLtMatmulDescCreate");
+  const auto set = [&](int attribute, const auto& value) {
+    check(call_->desc_set(made->desc, attribute, &value, sizeof value), "cublasLtMatmulDescSetAttribute");
+  };
+  set(kTransposeA, int32_t{1});
+  set(kTransposeB, int32_t{0});
+  const uint32_t epilogue = (bias ? kEpilogueBias : 0u) | (gelu ? kEpilogueGelu : 0u);
+  set(kEpilogue, epilogue == 0 ? uint32_t{kEpilogueNone} : epilogue);
+  if (bias) set(kBiasType, int32_t{type_of(out_type)});
+  const auto layout = [&](void*& to, int type, int64_t height, int64_t width) {
+    check(call_->layout_create(&to, type, static_cast<uint64_t>(height), static_cast<uint64_t>(width), height),
+          "cublasLtMatrixLayoutCreate");
+  };
+  layout(made->weights, kRealBf16, depth, columns);
+  layout(made->x, kRealBf16, depth, rows);
+  layout(made->out, type_of(out_type), columns, rows);
+  check(call_->preference_create(&made->preference), "cublasLtMatmulPreferenceCreate");
+  const auto prefer = [&](int attribute, const auto& value) {
+    check(call_->preference_set(made->preference, attribute, &value, sizeof value), "cublasLtMatmulPreferenceSetAttribute");
+  };
+  prefer(kMaxWorkspace, uint64_t{kWorkspaceBytes});
+  prefer(kReductionSchemes, uint32_t{2});  // partial sums in f32, added in a fixed order: never in place
+  for (int i = 0; i < 4; ++i) prefer(kAlignmentA + i, uint32_t{16});
+  Heuristic found{};
+  int count = 0;
+  const int status = call_->heuristic(handle_, made->desc, made->weights, made->x, made->out, made->out, made->preference, 1,
+                                      &found, &count);
+  require(status == 0 && count == 1, Status::unsupported, "cuBLASLt: no algorithm for {} x {} x {} (status {})", rows,
+          columns, depth, status);
+  made->algorithm = found.algorithm;
+  slot = std::move(made);
+  return *slot;
+}
+
+void CublasLt::linear(void* stream, const void* weights, const void* bias, const void* x, int64_t rows, int64_t columns,
+                      int64_t depth, bool gelu, DType out_type, void* out) {
+  const Product& p = product(rows, columns, depth, bias != nullptr, gelu, out_type);
+  if (bias != nullptr) check(call_->desc_set(p.desc, kBiasPointer, &bias, sizeof bias), "cublasLtMatmulDescSetAttribute");
+  const float one = 1, zero = 0;
+  check(call_->matmul(handle_, p.desc, &one, weights, p.weights, x, p.x, &zero, out, p.out, out, p.out, &p.algorithm,
+                      workspace_, kWorkspaceBytes, stream),
+        "cublasLtMatmul");
+}
+
+}  // namespace scope::cuda

@@ -1,0 +1,133 @@
+// The video engine on a GPU: cuBLASLt for linear layers, our kernels between them, all on one stream.
+#include "video/engine.h"
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+
+#include "core/numeric.h"
+#include "cuda/cublaslt.h"
+#include "cuda/errors.h"
+#include "cuda/memory.h"
+#include "cuda/video.h"
+#include "video/weights.h"
+
+namespace scope::video {
+
+namespace {
+
+void check(cudaError_t error, const char* what) {
+  require(error == cudaSuccess, cuda::status_of(error), "{}: {}", what, cudaGetErrorString(error));
+}
+
+struct DeviceWeights : Weights {
+  Buffer memory;  // bf16 [out, in]
+};
+
+class CudaEngine : public Engine {
+ public:
+  // The engine's device stays current on this thread: its owner works on no other one.
+  explicit CudaEngine(const Context& on) : Engine(on, DType::bf16, DType::bf16) {
+    check(cudaSetDevice(on.device()->index), "cudaSetDevice");
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+    stream = stream_;
+    products_ = std::make_unique<cuda::CublasLt>();
+  }
+  ~CudaEngine() override {
+    cudaStreamSynchronize(stream_);
+    products_.reset();
+    cudaStreamDestroy(stream_);
+  }
+
+  Buffer allocate(int64_t bytes) override { return Buffer(cuda::allocate(bytes), cuda::release); }
+  void upload(const void* host, void* to, int64_t bytes) override {
+    check(cudaMemcpyAsync(to, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream_), "upload");
+    wait();
+  }
+  void download(const void* from, void* host, int64_t bytes) override {
+    check(cudaMemcpyAsync(host, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_), "download");
+    wait();
+  }
+  void wait() override { check(cudaStreamSynchronize(stream_), "the device"); }
+
+  std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) override {
+    require(in % 8 == 0 && out % 8 == 0, Status::unsupported,
+            "a linear layer from {} to {} channels: on a GPU both must be multiples of 8", in, out);
+    const std::vector<float> values = to_f32(matrix);
+    std::vector<uint16_t> bits(values.size());
+    for (size_t i = 0; i < bits.size(); ++i) bits[i] = f32_to_bf16(values[i]);
+    auto packed = std::make_unique<DeviceWeights>();
+    packed->in = in;
+    packed->out = out;
+    packed->memory = allocate(2 * std::ssize(bits));
+    upload(bits.data(), packed->memory.get(), 2 * std::ssize(bits));
+    return packed;
+  }
+
+  void linear(const Linear& layer, Matrix x, Matrix out, Activation then) override {
+    const auto& weights = static_cast<const DeviceWeights&>(*layer.weights);
+    if (x.dtype == DType::f32) {  // a few hundred embeddings, or a patch of an unusual model
+      const Matrix rounded{scratch(x.rows * x.columns * 2), DType::bf16, x.rows, x.columns};
+      cuda::convert(stream_, x, rounded);
+      x = rounded;
+    }
+    const bool fused = then == Activation::gelu_tanh;
+    products_->linear(stream_, weights.memory.get(), bias_of(layer, weights.out, out.dtype), x.data, x.rows, weights.out,
+                      weights.in, fused, out.dtype, out.data);
+    if (then != Activation::none && !fused) cuda::activate(stream_, out, then);
+  }
+
+  void layer_norm(Matrix x, const float* scale, const float* shift, float eps, Matrix out) override {
+    cuda::layer_norm(stream_, x, scale, shift, eps, out);
+  }
+  void rms_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) override {
+    cuda::rms_norm(stream_, x, weight, eps, rotation, head_dim, out);
+  }
+  void convert(Matrix x, Matrix out) override { cuda::convert(stream_, x, out); }
+  void add(Matrix x, Matrix y, const float* gate) override { cuda::add(stream_, x, y, gate); }
+  void modulation(const float* table, const float* time, int64_t rows, int64_t columns, uint32_t plus_one,
+                  float* out) override {
+    cuda::modulation(stream_, table, time, rows, columns, plus_one, out);
+  }
+  void patchify(const PatchGrid& grid, const float* latent, int64_t channels, const float* more, int64_t more_channels,
+                Matrix out) override {
+    cuda::patchify(stream_, grid, latent, channels, more, more_channels, out);
+  }
+  void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, float* latent) override {
+    cuda::unpatchify(stream_, grid, x, channels, latent);
+  }
+  void axpy(float factor, const float* y, int64_t n, float* x) override { cuda::axpy(stream_, factor, y, n, x); }
+
+ private:
+  void* scratch(int64_t bytes) {
+    if (bytes > scratch_bytes_) {
+      wait();  // the old one may be in use
+      scratch_ = allocate(bytes);
+      scratch_bytes_ = bytes;
+    }
+    return scratch_.get();
+  }
+
+  // cuBLASLt takes a bias in the type of its output: a bf16 copy is made at a layer's first use.
+  const void* bias_of(const Linear& layer, int64_t n, DType type) {
+    if (layer.bias == nullptr || type == DType::f32) return layer.bias;
+    Buffer& copy = biases_[layer.bias];
+    if (copy == nullptr) {
+      copy = allocate(2 * n);
+      cuda::convert(stream_, {const_cast<float*>(layer.bias), DType::f32, 1, n}, {copy.get(), DType::bf16, 1, n});
+    }
+    return copy.get();
+  }
+
+  cudaStream_t stream_ = nullptr;
+  std::unique_ptr<cuda::CublasLt> products_;
+  Buffer scratch_;
+  int64_t scratch_bytes_ = 0;
+  std::map<const float*, Buffer> biases_;
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> make_cuda_engine(const Context& context) { return std::make_unique<CudaEngine>(context); }
+
+}  // namespace scope::video

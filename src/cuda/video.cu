@@ -1,0 +1,240 @@
+// Norms, rotation, gates, sums and patches of a video model: memory-bound kernels, a block per row or an element per thread.
+#include <cuda_bf16.h>
+
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "cuda/video.h"
+
+namespace scope::cuda {
+
+namespace {
+
+using video::Activation;
+using video::Matrix;
+using video::PatchGrid;
+
+constexpr int kThreads = 128;
+
+// Four neighbouring elements, which lie on 8 or 16 bytes.
+__device__ float4 load4(const Matrix& m, int64_t at) {
+  if (m.dtype == DType::f32) return *reinterpret_cast<const float4*>(static_cast<const float*>(m.data) + at);
+  const auto* p = reinterpret_cast<const __nv_bfloat162*>(static_cast<const __nv_bfloat16*>(m.data) + at);
+  const float2 a = __bfloat1622float2(p[0]), b = __bfloat1622float2(p[1]);
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+
+__device__ void store4(const Matrix& m, int64_t at, float4 v) {
+  if (m.dtype == DType::f32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(m.data) + at) = v;
+    return;
+  }
+  auto* p = reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(m.data) + at);
+  p[0] = __floats2bfloat162_rn(v.x, v.y);
+  p[1] = __floats2bfloat162_rn(v.z, v.w);
+}
+
+__device__ void store1(const Matrix& m, int64_t at, float v) {
+  if (m.dtype == DType::f32) {
+    static_cast<float*>(m.data)[at] = v;
+  } else {
+    static_cast<__nv_bfloat16*>(m.data)[at] = __float2bfloat16_rn(v);
+  }
+}
+
+__device__ float load1(const Matrix& m, int64_t at) {
+  return m.dtype == DType::f32 ? static_cast<const float*>(m.data)[at]
+                               : __bfloat162float(static_cast<const __nv_bfloat16*>(m.data)[at]);
+}
+
+// The same tree for every row: sums are repeatable.
+__device__ float block_sum(float x) {
+  __shared__ float parts[kThreads / 32];
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  __syncthreads();  // an earlier sum may still be read
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0;
+  for (const float part : parts) sum += part;
+  return sum;
+}
+
+__device__ float4 fma4(float4 a, float4 b, float4 c) {
+  return make_float4(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w));
+}
+__device__ float4 vector4(const float* x, int64_t at) { return *reinterpret_cast<const float4*>(x + at); }
+
+__global__ void __launch_bounds__(kThreads)
+    layer_norm_kernel(Matrix x, const float* scale, const float* shift, float eps, Matrix out) {
+  const int64_t row = blockIdx.x * x.columns, n = x.columns;
+  float sum = 0;
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
+    const float4 v = load4(x, row + i);
+    sum += v.x + v.y + (v.z + v.w);
+  }
+  const float mean = block_sum(sum) / static_cast<float>(n);
+  float square = 0;
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
+    const float4 v = load4(x, row + i);
+    const float a = v.x - mean, b = v.y - mean, c = v.z - mean, d = v.w - mean;
+    square += a * a + b * b + (c * c + d * d);
+  }
+  const float factor = 1.0f / sqrtf(block_sum(square) / static_cast<float>(n) + eps);
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
+    float4 v = load4(x, row + i);
+    v = make_float4((v.x - mean) * factor, (v.y - mean) * factor, (v.z - mean) * factor, (v.w - mean) * factor);
+    if (scale != nullptr) v = fma4(v, vector4(scale, i), vector4(shift, i));
+    store4(out, row + i, v);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_kernel(Matrix x, const float* weight, float eps, const float* rotation, int head_dim, Matrix out) {
+  const int64_t row = blockIdx.x * x.columns, n = x.columns;
+  float square = 0;
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
+    const float4 v = load4(x, row + i);
+    square += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+  }
+  const float factor = 1.0f / sqrtf(block_sum(square) / static_cast<float>(n) + eps);
+  const float* angles = rotation == nullptr ? nullptr : rotation + static_cast<int64_t>(blockIdx.x) * head_dim;
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
+    const float4 v = load4(x, row + i), w = vector4(weight, i);
+    float4 y = make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w);
+    if (angles != nullptr) {
+      const int pair = static_cast<int>(i % head_dim) / 2;
+      const float c0 = angles[pair], c1 = angles[pair + 1];
+      const float s0 = angles[head_dim / 2 + pair], s1 = angles[head_dim / 2 + pair + 1];
+      y = make_float4(y.x * c0 - y.y * s0, y.x * s0 + y.y * c0, y.z * c1 - y.w * s1, y.z * s1 + y.w * c1);
+    }
+    store4(out, row + i, y);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) convert_kernel(Matrix x, Matrix out, int64_t n) {
+  const int64_t i = 4 * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
+  if (i < n) store4(out, i, load4(x, i));
+}
+
+__global__ void __launch_bounds__(kThreads) add_kernel(Matrix x, Matrix y, const float* gate, int64_t n) {
+  const int64_t i = 4 * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
+  if (i >= n) return;
+  const float4 one = make_float4(1, 1, 1, 1);
+  store4(x, i, fma4(load4(y, i), gate == nullptr ? one : vector4(gate, i % x.columns), load4(x, i)));
+}
+
+__device__ float activated(float x, Activation then) {
+  if (then == Activation::silu) return x / (1.0f + expf(-x));
+  if (then == Activation::gelu) return 0.5f * x * erfcf(-0.70710678f * x);
+  return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+}
+
+__global__ void __launch_bounds__(kThreads) activate_kernel(Matrix x, Activation then, int64_t n) {
+  const int64_t i = 4 * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
+  if (i >= n) return;
+  const float4 v = load4(x, i);
+  store4(x, i, make_float4(activated(v.x, then), activated(v.y, then), activated(v.z, then), activated(v.w, then)));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    modulation_kernel(const float* table, const float* time, int64_t n, int64_t columns, uint32_t plus_one, float* out) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < n) out[i] = table[i] + time[i] + static_cast<float>(plus_one >> (i / columns) & 1u);
+}
+
+__global__ void __launch_bounds__(kThreads) axpy_kernel(float factor, const float* y, int64_t n, float* x) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < n) x[i] += factor * y[i];
+}
+
+// Where latent element `at` of a channel lies: its token, and its place in the token's patch.
+struct Spot {
+  int64_t token, place;
+};
+__device__ Spot spot_of(const PatchGrid& g, int64_t at) {
+  const int64_t height = g.h * g.ph, width = g.w * g.pw;
+  const int64_t x = at % width, y = at / width % height, t = at / width / height;
+  return {(t / g.pt * g.h + y / g.ph) * g.w + x / g.pw, (t % g.pt * g.ph + y % g.ph) * g.pw + x % g.pw};
+}
+
+__global__ void __launch_bounds__(kThreads)
+    patchify_kernel(PatchGrid g, const float* latent, int64_t channels, const float* more, Matrix out, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  const int64_t patch = g.pt * g.ph * g.pw, volume = g.t * g.h * g.w * patch, channel = i / volume;
+  const Spot spot = spot_of(g, i % volume);
+  const float value = channel < channels ? latent[i] : more[i - channels * volume];
+  store1(out, spot.token * out.columns + channel * patch + spot.place, value);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    unpatchify_kernel(PatchGrid g, Matrix x, int64_t channels, float* latent, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  const int64_t volume = g.t * g.h * g.w * g.pt * g.ph * g.pw;
+  const Spot spot = spot_of(g, i % volume);
+  latent[i] = load1(x, spot.token * x.columns + spot.place * channels + i / volume);
+}
+
+cudaStream_t on(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+// Blocks for n threads; 2^31 blocks of 128 are more than any tensor here has.
+unsigned blocks(int64_t n) { return static_cast<unsigned>(std::max<int64_t>(1, (n + kThreads - 1) / kThreads)); }
+
+}  // namespace
+
+void layer_norm(void* stream, Matrix x, const float* scale, const float* shift, float eps, Matrix out) {
+  layer_norm_kernel<<<static_cast<unsigned>(x.rows), kThreads, 0, on(stream)>>>(x, scale, shift, eps, out);
+  check_launch("layer_norm");
+}
+
+void rms_norm(void* stream, Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) {
+  rms_norm_kernel<<<static_cast<unsigned>(x.rows), kThreads, 0, on(stream)>>>(x, weight, eps, rotation,
+                                                                              static_cast<int>(head_dim), out);
+  check_launch("rms_norm");
+}
+
+void convert(void* stream, Matrix x, Matrix out) {
+  const int64_t n = x.rows * x.columns;
+  convert_kernel<<<blocks(n / 4), kThreads, 0, on(stream)>>>(x, out, n);
+  check_launch("convert");
+}
+
+void add(void* stream, Matrix x, Matrix y, const float* gate) {
+  const int64_t n = x.rows * x.columns;
+  add_kernel<<<blocks(n / 4), kThreads, 0, on(stream)>>>(x, y, gate, n);
+  check_launch("add");
+}
+
+void activate(void* stream, Matrix x, Activation then) {
+  const int64_t n = x.rows * x.columns;
+  activate_kernel<<<blocks(n / 4), kThreads, 0, on(stream)>>>(x, then, n);
+  check_launch("activate");
+}
+
+void modulation(void* stream, const float* table, const float* time, int64_t rows, int64_t columns, uint32_t plus_one,
+                float* out) {
+  modulation_kernel<<<blocks(rows * columns), kThreads, 0, on(stream)>>>(table, time, rows * columns, columns, plus_one,
+                                                                         out);
+  check_launch("modulation");
+}
+
+void patchify(void* stream, const PatchGrid& grid, const float* latent, int64_t channels, const float* more,
+              int64_t more_channels, Matrix out) {
+  const int64_t n = (channels + more_channels) * grid.tokens() * grid.patch();
+  patchify_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(grid, latent, channels, more, out, n);
+  check_launch("patchify");
+}
+
+void unpatchify(void* stream, const PatchGrid& grid, Matrix x, int64_t channels, float* latent) {
+  const int64_t n = channels * grid.tokens() * grid.patch();
+  unpatchify_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(grid, x, channels, latent, n);
+  check_launch("unpatchify");
+}
+
+void axpy(void* stream, float factor, const float* y, int64_t n, float* x) {
+  axpy_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(factor, y, n, x);
+  check_launch("axpy");
+}
+
+}  // namespace scope::cuda

@@ -1,0 +1,22 @@
+// Kernels between the linear layers of a video model; contracts as in video/engine.h. Columns are multiples of 4, rows of a
+// matrix on 16 bytes, types f32 and bf16.
+#pragma once
+
+#include "video/matrix.h"
+
+namespace scope::cuda {
+
+void layer_norm(void* stream, video::Matrix x, const float* scale, const float* shift, float eps, video::Matrix out);
+void rms_norm(void* stream, video::Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim,
+              video::Matrix out);
+void convert(void* stream, video::Matrix x, video::Matrix out);
+void add(void* stream, video::Matrix x, video::Matrix y, const float* gate);
+void activate(void* stream, video::Matrix x, video::Activation then);  // in place
+void modulation(void* stream, const float* table, const float* time, int64_t rows, int64_t columns, uint32_t plus_one,
+                float* out);
+void patchify(void* stream, const video::PatchGrid& grid, const float* latent, int64_t channels, const float* more,
+              int64_t more_channels, video::Matrix out);
+void unpatchify(void* stream, const video::PatchGrid& grid, video::Matrix x, int64_t channels, float* latent);
+void axpy(void* stream, float factor, const float* y, int64_t n, float* x);
+
+}  // namespace scope::cuda
