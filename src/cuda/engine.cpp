@@ -7,6 +7,7 @@
 
 #include "core/numeric.h"
 #include "cuda/cublaslt.h"
+#include "cuda/device.h"
 #include "cuda/errors.h"
 #include "cuda/memory.h"
 #include "cuda/video.h"
