@@ -23,15 +23,18 @@ struct Layout {
   int32_t* sizes;    // [codes]
   int32_t* order;    // [tokens] positions by cluster
   int64_t* offsets;  // [codes + 1] where each cluster starts there
-  int32_t* rows;     // [tokens] tokens in that order; like the next two
+  int32_t* rows;     // [tokens] tokens in that order; like the next three
+  int32_t* labels;   // [tokens]
   double* square;    // [tokens] |v_t|^2
   double* apart;     // [tokens] 2 (v_t - v_j) . v_t
   double* spread;    // [codes] sum of |v_t - v_j|^2
   float* keys;       // [threads, kBlock, stride]
   float* panels;     // [threads, kBlock, dim]
   float* scores;     // [threads, kScoreRows, kBlock]
-  float* exps;       // [threads, kBlock]
-  double* sums;      // [threads, groups] of the cluster at hand
+  float* exps;       // [threads, kBlock]; like the next two
+  float* centres;
+  double* terms;
+  double* sums;  // [threads, groups] of the cluster at hand
   Scratch kmeans;
 
   Layout(Arena arena, const Exec& exec, int64_t tokens, int64_t dim, int64_t groups, int64_t codes,
@@ -42,6 +45,7 @@ struct Layout {
     order = arena.take<int32_t>(tokens);
     offsets = arena.take<int64_t>(codes + 1);
     rows = arena.take<int32_t>(tokens);
+    labels = arena.take<int32_t>(tokens);
     square = arena.take<double>(tokens);
     apart = arena.take<double>(tokens);
     spread = arena.take<double>(codes);
@@ -49,6 +53,8 @@ struct Layout {
     panels = arena.take<float>(threads * kBlock * dim);
     scores = arena.take<float>(threads * kScoreRows * kBlock);
     exps = arena.take<float>(threads * kBlock);
+    centres = arena.take<float>(threads * kBlock);
+    terms = arena.take<double>(threads * kBlock);
     sums = arena.take<double>(threads * groups);
     kmeans.bytes = kmeans_scratch(exec, tokens, dim, codes);
     kmeans.data = arena.take<std::byte>(kmeans.bytes);
@@ -96,6 +102,7 @@ void describe_values(const Exec& exec, const CompensateArgs& args, const Layout&
     at.spread[j] = 0;
     for (int64_t i = at.offsets[j]; i < at.offsets[j + 1]; ++i) {
       at.rows[i] = args.proxy.rows[at.order[i]];
+      at.labels[i] = static_cast<int32_t>(j);
       exec.kernels->load_rows(args.v, at.rows + i, 1, row, at.stride);  // and zeros up to a multiple of kSums
       double square[kSums] = {}, apart[kSums] = {}, spread[kSums] = {};
       for (int64_t k = 0; k < dim; k += kSums) {
@@ -113,20 +120,26 @@ void describe_values(const Exec& exec, const CompensateArgs& args, const Layout&
   });
 }
 
-// sum of x (apart + x square) over n keys whose logits are `scores` and whose cluster's is `centre`; exps is scratch.
-double terms(const Exec& exec, const float* scores, float centre, int64_t n, const double* apart, const double* square,
-             float* exps) {
-  for (int64_t r = 0; r < n; ++r) exps[r] = scores[r] - centre;
-  exec.kernels->exp(exps, n);
-  double sum[kSums] = {};
+// terms = x (apart + x square) of n keys whose logits are scale * scores and whose clusters' logits are `centres`; exps is
+// scratch.
+void make_terms(const Exec& exec, float scale, float* scores, const float* centres, int64_t n, const double* apart,
+                const double* square, float* exps, double* terms) {
+  float high = 0;
   for (int64_t r = 0; r < n; ++r) {
-    const float above = scores[r] - centre;
-    const double e =
-        above < kMostFloat ? static_cast<double>(exps[r]) : std::exp(std::min(static_cast<double>(above), kMostDouble));
-    const double x = e - 1;
-    sum[r % kSums] += x * (apart[r] + x * square[r]);
+    exps[r] = scores[r] = scores[r] * scale - centres[r];
+    high = std::max(high, scores[r]);
   }
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  exec.kernels->exp(exps, n);
+  for (int64_t r = 0; r < n; ++r) {
+    const double x = static_cast<double>(exps[r]) - 1;
+    terms[r] = x * (apart[r] + x * square[r]);
+  }
+  if (high < kMostFloat) return;
+  for (int64_t r = 0; r < n; ++r) {
+    if (scores[r] < kMostFloat) continue;
+    const double x = std::exp(std::min(static_cast<double>(scores[r]), kMostDouble));
+    terms[r] = x * (apart[r] + x * square[r]);
+  }
 }
 
 // The errors of clusters [first, end) for every group. Keys lie by cluster, so that each is packed once, and no two tasks
@@ -137,7 +150,8 @@ void error_columns(const Exec& exec, const CompensateArgs& args, const Layout& a
   float* keys = at.keys + thread * kBlock * at.stride;
   float* panels = at.panels + thread * kBlock * dim;
   float* scores = at.scores + thread * kScoreRows * kBlock;
-  float* exps = at.exps + thread * kBlock;
+  float* centres = at.centres + thread * kBlock;
+  double* terms = at.terms + thread * kBlock;
   double* sums = at.sums + thread * groups;
   int64_t from = first;  // the cluster that the block starts in
   for (int64_t t = at.offsets[first]; t < at.offsets[end]; t += kBlock) {
@@ -149,17 +163,20 @@ void error_columns(const Exec& exec, const CompensateArgs& args, const Layout& a
       const int64_t rows = std::min(kScoreRows, groups - c);
       exec.kernels->dot(proxy.centroids + c * dim, dim, rows, panels, n, dim, scores, kBlock);
       for (int64_t i = 0; i < rows; ++i) {
-        float* row = scores + i * kBlock;
-        for (int64_t r = 0; r < n; ++r) row[r] *= proxy.scale;
+        const float* table = proxy.tables + (c + i) * proxy.codes;
+        exec.kernels->lookup(table, proxy.codes, 1, at.labels + t, n, centres);
+        make_terms(exec, proxy.scale, scores + i * kBlock, centres, n, at.apart + t, at.square + t,
+                   at.exps + thread * kBlock, terms);
         for (int64_t j = from; j < end && at.offsets[j] < t + n; ++j) {
           const int64_t begin = std::max(at.offsets[j], t), stop = std::min(at.offsets[j + 1], t + n);
-          const float centre = proxy.tables[(c + i) * proxy.codes + j];
-          if (begin == at.offsets[j]) sums[c + i] = at.spread[j];
-          sums[c + i] += terms(exec, row + (begin - t), centre, stop - begin, at.apart + begin, at.square + begin, exps);
+          if (begin == stop) continue;  // a cluster without keys
+          double sum = begin == at.offsets[j] ? at.spread[j] : sums[c + i];
+          for (int64_t r = begin; r < stop; ++r) sum += terms[r - t];
+          sums[c + i] = sum;
           if (stop < at.offsets[j + 1]) continue;
           args.errors[(c + i) * proxy.codes + j] =
-              sums[c + i] > 0 ? static_cast<float>(2 * static_cast<double>(centre) + std::log(sums[c + i] / at.sizes[j]))
-                              : -std::numeric_limits<float>::infinity();
+              sum > 0 ? static_cast<float>(2 * static_cast<double>(table[j]) + std::log(sum / at.sizes[j]))
+                      : -std::numeric_limits<float>::infinity();
         }
       }
     }

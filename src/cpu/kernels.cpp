@@ -28,15 +28,18 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 using DF = hn::ScalableTag<float>;
 using DI = hn::ScalableTag<int32_t>;
+using DD = hn::ScalableTag<double>;
 using V = hn::Vec<DF>;
 constexpr DF df;
 constexpr DI di;
+constexpr DD dd;
 constexpr int64_t L = hn::MaxLanes(DF());  // 16, 8, or 1 in the portable build
+constexpr int64_t LD = hn::MaxLanes(DD());
 // Panel width in vectors: kStrip x kPanelVectors accumulators fill the register file without spilling
 // (24 of 32 registers on AVX-512, 12 of 16 on AVX2).
 constexpr int64_t kPanelVectors = L == 16 ? 4 : L == 8 ? 2 : 4;
 constexpr int64_t kPanel = kPanelVectors * L;
-static_assert(kKeyBlock % kPanel == 0 && kLanes % L == 0);
+static_assert(kKeyBlock % kPanel == 0 && kLanes % L == 0 && kPanel <= kMostPanel && L % LD == 0);
 
 // 2^x for x <= 0: degree-6 Chebyshev fit on [-1/2, 1/2], relative error 2e-8; below 2^-126 it is zero. NaN stays NaN.
 HWY_INLINE V exp2_nonpositive(V x) {
@@ -217,6 +220,54 @@ void dot(const float* a, int64_t a_stride, int64_t rows, const float* panels, in
       return dot_rows<1>(a, a_stride, panels, columns, depth, out, out_stride);
     default:
       return;
+  }
+}
+
+// One vector of columns, as two halves in f64.
+template <int kRows>
+HWY_INLINE void dot_wide_rows(const float* HWY_RESTRICT a, int64_t a_stride, const float* HWY_RESTRICT panel, int64_t depth,
+                              double scale, double* HWY_RESTRICT out) {
+  using VD = hn::Vec<decltype(dd)>;
+  constexpr int kHalves = static_cast<int>(L / LD);
+  VD sum[kRows][kHalves];
+  SCOPE_UNROLL for (int r = 0; r < kRows; ++r) { SCOPE_UNROLL for (int h = 0; h < kHalves; ++h) sum[r][h] = hn::Zero(dd); }
+  for (int64_t k = 0; k < depth; ++k) {
+    VD b[kHalves];
+    SCOPE_UNROLL for (int h = 0; h < kHalves; ++h) {
+      b[h] = hn::PromoteTo(dd, hn::LoadU(hn::Rebind<float, decltype(dd)>(), panel + k * kPanel + h * LD));
+    }
+    SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const VD x = hn::Set(dd, static_cast<double>(a[r * a_stride + k]));
+      SCOPE_UNROLL for (int h = 0; h < kHalves; ++h) sum[r][h] = hn::MulAdd(x, b[h], sum[r][h]);
+    }
+  }
+  SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
+    SCOPE_UNROLL for (int h = 0; h < kHalves; ++h) {
+      hn::StoreU(hn::Mul(sum[r][h], hn::Set(dd, scale)), dd, out + r * L + h * LD);
+    }
+  }
+}
+
+void dot_wide(const float* a, int64_t a_stride, int64_t rows, const float* panel, int64_t columns, int64_t depth,
+              double scale, float* out, int64_t out_stride) {
+  constexpr int64_t kRows = 4;
+  double sums[kRows * L];
+  for (int64_t r = 0; r < rows; r += kRows) {
+    const int64_t height = HWY_MIN(kRows, rows - r);
+    for (int64_t c = 0; c < columns; c += L) {
+      if (height == kRows) {
+        dot_wide_rows<kRows>(a + r * a_stride, a_stride, panel + c, depth, scale, sums);
+      } else {
+        for (int64_t i = 0; i < height; ++i) {
+          dot_wide_rows<1>(a + (r + i) * a_stride, a_stride, panel + c, depth, scale, sums + i * L);
+        }
+      }
+      for (int64_t i = 0; i < height; ++i) {
+        for (int64_t j = 0; j < HWY_MIN(L, columns - c); ++j) {
+          out[(r + i) * out_stride + c + j] = static_cast<float>(sums[i * L + j]);
+        }
+      }
+    }
   }
 }
 
@@ -456,8 +507,8 @@ bool all_within(const RowsView& src, const int32_t* rows, int64_t count, float l
 #define SCOPE_NAME "portable"
 #endif
 
-const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack, dot,   accumulate, argmax,
-                          add,        lookup, min_max,   bin,       exp,  above, all_within};
+const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack, dot, dot_wide, accumulate,
+                          argmax,     add,    lookup,    min_max,   bin,  exp, above,    all_within};
 
 void pack_q_f32(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* out, int64_t stride) {
   base.load_rows(src, rows, count, static_cast<float*>(out), stride);

@@ -11,6 +11,7 @@ namespace scope::cpu {
 // Rows that one strip of a product covers, and the alignment of padded channel counts (one 512-bit vector of f32).
 inline constexpr int64_t kStrip = 6;
 inline constexpr int64_t kLanes = 16;
+inline constexpr int64_t kMostPanel = 64;  // columns, of any instruction set
 // Keys that attend packs at a time; a multiple of every panel width.
 inline constexpr int64_t kKeyBlock = 256;
 
@@ -28,6 +29,9 @@ struct Kernels {
   // out [rows, out_stride] = a [rows, a_stride] . panels; columns are written up to the next multiple of the lanes.
   void (*dot)(const float* a, int64_t a_stride, int64_t rows, const float* panels, int64_t columns, int64_t depth,
               float* out, int64_t out_stride);
+  // out [rows, out_stride] = scale * a . one panel of `columns` columns, summed in f64.
+  void (*dot_wide)(const float* a, int64_t a_stride, int64_t rows, const float* panel, int64_t columns, int64_t depth,
+                   double scale, float* out, int64_t out_stride);
   // out [rows, out_stride] = out * factor[row] + p [rows, p_stride] . v [keys, v_stride], `channels` of them (a
   // multiple of kLanes).
   void (*accumulate)(const float* p, int64_t p_stride, int64_t rows, const float* v, int64_t v_stride, int64_t keys,

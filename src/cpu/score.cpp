@@ -8,43 +8,29 @@
 
 namespace scope::cpu {
 
-namespace {
-
-// Products of one slice with n <= kCodes codes: sums that do not wait for one another.
-constexpr int64_t kCodes = 8;
-void products(const double* slice, int64_t depth, const float* codes, int64_t n, double scale, float* out) {
-  double sum[kCodes] = {};
-  if (n == kCodes) {
-    for (int64_t i = 0; i < depth; ++i) {
-      for (int64_t r = 0; r < kCodes; ++r) sum[r] += slice[i] * static_cast<double>(codes[r * depth + i]);
-    }
-  } else {
-    for (int64_t i = 0; i < depth; ++i) {
-      for (int64_t r = 0; r < n; ++r) sum[r] += slice[i] * static_cast<double>(codes[r * depth + i]);
-    }
-  }
-  for (int64_t r = 0; r < n; ++r) out[r] = static_cast<float>(sum[r] * scale);
-}
-
-}  // namespace
-
+// Sums in f64: a table's error is that of every key with its code.
 void score(const Exec& exec, const ScoreArgs& args) {
   const auto subspaces = static_cast<int64_t>(args.partition->size());
-  exec.pool->run(args.groups, [&](int64_t c, int) {
+  exec.pool->run(ceil_div(args.groups, kScoreRows), [&](int64_t chunk, int) {
+    const int64_t first = chunk * kScoreRows, rows = std::min(kScoreRows, args.groups - first);
+    const int64_t panel = exec.kernels->panel;
+    float slices[kScoreRows * 256], packed[kMostPanel * 256];
     const float* codebook = args.codebooks;
     for (int64_t m = 0; m < subspaces; ++m) {
       const auto& channels = (*args.partition)[static_cast<size_t>(m)];
       const auto depth = static_cast<int64_t>(channels.size());
-      double slice[256];
-      for (int64_t i = 0; i < depth; ++i) {
-        slice[i] = static_cast<double>(args.centroids[c * args.dim + channels[static_cast<size_t>(i)]]);
+      for (int64_t c = 0; c < rows; ++c) {
+        for (int64_t i = 0; i < depth; ++i) {
+          slices[c * depth + i] = args.centroids[(first + c) * args.dim + channels[static_cast<size_t>(i)]];
+        }
       }
-      float* table = args.tables + (c * subspaces + m) * args.codes;
-      for (int64_t r = 0; r < args.codes; r += kCodes) {
-        const int64_t n = std::min(kCodes, args.codes - r);
-        products(slice, depth, codebook, n, static_cast<double>(args.scale), table + r);
-        codebook += n * depth;
+      for (int64_t r = 0; r < args.codes; r += panel) {
+        const int64_t n = std::min(panel, args.codes - r);
+        exec.kernels->pack(codebook + r * depth, depth, n, depth, packed);
+        exec.kernels->dot_wide(slices, depth, rows, packed, n, depth, static_cast<double>(args.scale),
+                               args.tables + (first * subspaces + m) * args.codes + r, subspaces * args.codes);
       }
+      codebook += args.codes * depth;
     }
   });
 }
