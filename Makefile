@@ -3,11 +3,11 @@ JOBS ?= $(shell nproc)
 
 .PHONY: demo test format install clean
 
-demo:  ## build the command and compare dense attention with SCOPE
+demo:  ## build the command, generate a video with dense attention, SCOPE and SVG2, and compare them
 	@tools/bootstrap.sh demo
 	@cmake --preset demo >/dev/null
 	@cmake --build build/demo -j $(JOBS) --target scope_command
-	@build/demo/bin/scope demo
+	@tools/demo.sh build/demo/bin/scope out/demo
 
 test:  ## build everything and run the tests
 	@tools/bootstrap.sh test

@@ -19,6 +19,8 @@ VideoQuality compare_clips(ThreadPool& pool, const Clip& a, const Clip& b, int64
 
 // Numbers of a comparison; an infinite PSNR is null.
 nlohmann::ordered_json quality_json(const VideoQuality& quality);
+// Density, PSNR, SSIM, times and speedups of each clip; the first is the reference. qualities[0] is not read.
+void print_run_table(const std::vector<Clip>& clips, const std::vector<nlohmann::ordered_json>& qualities);
 std::string decibel(double psnr);  // "31.42 dB", or "equal"
 
 }  // namespace scope::cli

@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 
 struct Options {
   std::string output, model = "tiny-wan", method = "scope", target_density, grid, image, condition, noise, dump, dump_steps,
-                      compute = "f32";
+                      dump_layers, compute;
   std::vector<std::string> set;
   int64_t steps = 20, example = 0;
   uint64_t seed = 0;
@@ -275,6 +275,19 @@ void write_qkv(const std::string& path, const video::Config& config, const std::
   io::write_safetensors(path, file);
 }
 
+// Numbers below `end`, separated by commas; `all` where nothing is said.
+std::set<int64_t> parse_set(const char* name, const std::string& text, int64_t end, std::set<int64_t> all) {
+  if (text.empty()) return all;
+  std::set<int64_t> out;
+  for (const std::string& item : split(text, ',')) {
+    const bool digits = !item.empty() && item.size() < 10 && item.find_first_not_of("0123456789") == std::string::npos;
+    require(digits && std::stoll(item) < end, Status::invalid_argument,
+            "{}: got \"{}\", expected numbers in 0..{} separated by commas", name, text, end - 1);
+    out.insert(std::stoll(item));
+  }
+  return out;
+}
+
 void run(const Options& options) {
   const MethodFlags flags{options.method, "", options.set};
   Settings settings = flags.settings();
@@ -319,18 +332,13 @@ void run(const Options& options) {
     std::error_code error;
     fs::create_directories(options.dump, error);
     require(!error, Status::io, "cannot create {}: {}", options.dump, error.message());
-    std::set<int64_t> steps = {request.steps / 2};
-    if (!options.dump_steps.empty()) {
-      steps.clear();
-      for (const std::string& item : split(options.dump_steps, ',')) {
-        const bool digits = !item.empty() && item.size() < 10 && item.find_first_not_of("0123456789") == std::string::npos;
-        require(digits && std::stoll(item) < request.steps, Status::invalid_argument,
-                "--dump-steps: got \"{}\", expected steps in 0..{} separated by commas", options.dump_steps,
-                request.steps - 1);
-        steps.insert(std::stoll(item));
-      }
-    }
-    request.wanted = [steps](int64_t step, int64_t, int64_t branch) { return branch == 0 && steps.contains(step); };
+    std::set<int64_t> layers;
+    for (int64_t i = 0; i < config.layers; ++i) layers.insert(i);
+    const auto steps = parse_set("--dump-steps", options.dump_steps, request.steps, {request.steps / 2});
+    layers = parse_set("--dump-layers", options.dump_layers, config.layers, layers);
+    request.wanted = [steps, layers](int64_t step, int64_t layer, int64_t branch) {
+      return branch == 0 && steps.contains(step) && layers.contains(layer);
+    };
     request.watch = [&](int64_t step, int64_t layer, int64_t, DType dtype, const std::vector<std::byte>& q,
                         const std::vector<std::byte>& k, const std::vector<std::byte>& v) {
       const std::string path = fmt::format("{}/step_{:03}_layer_{:02}.safetensors", options.dump, step, layer);
@@ -432,6 +440,7 @@ void add_generate(CLI::App& app) {
   command->add_option("--dump-qkv", options->dump,
                       "write q, k, v of every layer into this folder, for scope compare and attend");
   command->add_option("--dump-steps", options->dump_steps, "the steps to dump, as 4,10; otherwise the middle one");
+  command->add_option("--dump-layers", options->dump_layers, "the layers to dump, as 0,2; otherwise all");
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

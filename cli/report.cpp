@@ -191,12 +191,7 @@ void run(const Options& options) {
 
   fmt::print("{}: {} clips of {} frames, {:.1f} MB\n", options.output, clips.size(), reference.frames.size(),
              static_cast<double>(page.size()) / 1e6);
-  for (size_t i = 1; i < clips.size(); ++i) {
-    const auto& psnr = qualities[i]["psnr"];
-    fmt::print("  {:<16} PSNR {} against {}, SSIM {:.4f}\n", clips[i].name,
-               decibel(psnr.is_number() && std::isfinite(psnr.get<double>()) ? psnr.get<double>() : INFINITY),
-               reference.name, qualities[i]["ssim"].get<double>());
-  }
+  if (clips.size() > 1) print_run_table(clips, qualities);
 }
 
 }  // namespace

@@ -3,8 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <map>
-
 #include "core/numeric.h"
 #include "cuda/cublaslt.h"
 #include "cuda/device.h"
@@ -22,7 +20,9 @@ void check(cudaError_t error, const char* what) {
 }
 
 struct DeviceWeights : Weights {
-  Buffer memory;  // bf16 [out, in]
+  Buffer memory;        // bf16 [out, in]
+  mutable Buffer bias;  // bf16 [out]: a copy of `bias_of`, made at the layer's first use
+  mutable const float* bias_of = nullptr;
 };
 
 class CudaEngine : public Engine {
@@ -73,7 +73,7 @@ class CudaEngine : public Engine {
       x = rounded;
     }
     const bool fused = then == Activation::gelu_tanh;
-    products_->linear(stream_, weights.memory.get(), bias_of(layer, weights.out, out.dtype), x.data, x.rows, weights.out,
+    products_->linear(stream_, weights.memory.get(), bias_for(layer, weights, out.dtype), x.data, x.rows, weights.out,
                       weights.in, fused, out.dtype, out.data);
     if (then != Activation::none && !fused) cuda::activate(stream_, out, then);
   }
@@ -109,22 +109,22 @@ class CudaEngine : public Engine {
     return scratch_.get();
   }
 
-  // cuBLASLt takes a bias in the type of its output: a bf16 copy is made at a layer's first use.
-  const void* bias_of(const Linear& layer, int64_t n, DType type) {
+  // cuBLASLt takes a bias in the type of its output.
+  const void* bias_for(const Linear& layer, const DeviceWeights& weights, DType type) {
     if (layer.bias == nullptr || type == DType::f32) return layer.bias;
-    Buffer& copy = biases_[layer.bias];
-    if (copy == nullptr) {
-      copy = allocate(2 * n);
-      cuda::convert(stream_, {const_cast<float*>(layer.bias), DType::f32, 1, n}, {copy.get(), DType::bf16, 1, n});
+    if (weights.bias_of != layer.bias) {
+      weights.bias = allocate(2 * weights.out);
+      weights.bias_of = layer.bias;
+      cuda::convert(stream_, {const_cast<float*>(layer.bias), DType::f32, 1, weights.out},
+                    {weights.bias.get(), DType::bf16, 1, weights.out});
     }
-    return copy.get();
+    return weights.bias.get();
   }
 
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<cuda::CublasLt> products_;
   Buffer scratch_;
   int64_t scratch_bytes_ = 0;
-  std::map<const float*, Buffer> biases_;
 };
 
 }  // namespace

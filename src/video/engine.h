@@ -22,7 +22,7 @@ class Weights {
 
 struct Linear {
   const Weights* weights = nullptr;
-  const float* bias = nullptr;  // [out] in the engine's memory
+  const float* bias = nullptr;  // [out] in the engine's memory, the same at every call
 };
 
 // Calls are made in order from one thread. On a device they only queue work: download and wait wait for it, and what is

@@ -98,6 +98,8 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert sorted(os.listdir(f"{FOLDER}/qkv")) == [f"step_00{s}_layer_0{n}.safetensors" for s in (1, 4) for n in range(6)]
     file, meta = tensors.load(f"{FOLDER}/qkv/step_004_layer_03.safetensors")
     assert meta == {"grid": "5x4x6", "rope": "44,42,42"} and file["q"].shape == (2, 120, 128)
+    accept("-o", f"{FOLDER}/dense", *small, "--method", "dense", "--dump-qkv", f"{FOLDER}/one", "--dump-layers", "2")
+    assert os.listdir(f"{FOLDER}/one") == ["step_002_layer_02.safetensors"]
     attend = [SCOPE, "attend", f"{FOLDER}/qkv/step_004_layer_03.safetensors", "-o", f"{FOLDER}/o.safetensors"]
     assert subprocess.run(attend, capture_output=True).returncode == 0
 
@@ -116,6 +118,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     refuse(2, "TxHxW", "--grid", "5x4")
     refuse(2, "dump-steps", *small, "--dump-qkv", f"{FOLDER}/qkv", "--dump-steps", "5")
     refuse(2, "dump-steps", *small, "--dump-qkv", f"{FOLDER}/qkv", "--dump-steps", "1,")
+    refuse(2, "dump-layers", *small, "--dump-qkv", f"{FOLDER}/qkv", "--dump-layers", "6")
     refuse(2, "--guidance", *small, "--guidance", "3")
     refuse(2, "--condition", "--model", model, "--grid", "3x4x5")
     refuse(2, "--grid", "--model", model, "--condition", case)
