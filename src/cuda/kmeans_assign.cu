@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   const unsigned lane = threadIdx.x % 32;
   const int row = static_cast<int>(lane / 4), quarter = static_cast<int>(lane % 4);
   constexpr int kWarps = kPrepareThreads / 32;
-  for (int64_t pair = part + kPrepareBlocks * (threadIdx.x / 32); pair < w.pairs; pair += kPrepareBlocks * kWarps) {
+  for (int64_t pair = part + kPrepareBlocks * warp_index(); pair < w.pairs; pair += kPrepareBlocks * kWarps) {
     float bias[2] = {}, norm[2] = {};
 #pragma unroll 4
     for (int s = 0; s < subset.steps; ++s) {
@@ -256,7 +256,7 @@ __device__ void stage_centroids(const Work& w, int head, int m, int from, int pa
 template <class T, int kSteps>
 __device__ void assign_tiles(const Work& w, int head, int m, int first, int last, uint4* shared) {
   constexpr int kTiles = row_tiles(kSteps), kRows = kTiles * 16;
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = warp_index();
   const int all_pairs = static_cast<int>(w.pairs), resident = w.subset[m].resident;
   const int block = min(resident, kKeyColumns / kPair);
   auto* shared_bias = reinterpret_cast<float4*>(shared + resident * kSteps * 32);
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(warpgroups(kSteps, kColumns) * 128, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kGroups = warpgroups(kSteps, kColumns);
   extern __shared__ uint4 shared[];
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = warp_index();
   auto* shared_bias = reinterpret_cast<float4*>(shared + w.pairs * kSteps * 32);
   const float2* bias = reinterpret_cast<const float2*>(shared_bias) + lane % 4;
   const auto centroids = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

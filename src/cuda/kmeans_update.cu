@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kPlaceWarps * 32) place_kernel(const __grid_co
   extern __shared__ int32_t places[];  // [kPlaceWarps, bins]
   const int64_t problem = blockIdx.x / blocks;
   const auto head = static_cast<int>(problem / w.subsets), m = static_cast<int>(problem % w.subsets);
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = warp_index();
   const auto stretch = static_cast<int>(blockIdx.x % blocks * kPlaceWarps + warp), seen = static_cast<int>(w.seen);
   const int begin = stretch * kStretch, end = min(begin + kStretch, seen);
   if (begin >= end) return;
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kUpdateWarps * 32, 7) update_kernel(const __gr
   __shared__ __align__(16) float shared[kUpdateWarps][32 * 8];
   const int64_t problem = blockIdx.x / blocks;
   const auto head = static_cast<int>(problem / w.subsets), m = static_cast<int>(problem % w.subsets);
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = warp_index();
   const auto number = static_cast<int>(blockIdx.x % blocks * kUpdateWarps + warp);
   if (number >= w.most_items) return;
   const Item item = w.items[head][m * w.most_items + number];  // of any value where there is none

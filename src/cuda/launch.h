@@ -21,6 +21,10 @@ inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel)
 
 inline cudaStream_t stream(const Exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
 
+// This thread's warp in its block. Shuffled, so that the compiler knows that all lanes have the same: where it cannot tell
+// that a warp stays together, it makes a call of every shuffle.
+__device__ inline int warp_index() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+
 // One array per head, at a constant step.
 template <class T>
 struct PerHead {

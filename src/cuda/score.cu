@@ -157,7 +157,7 @@ template <int kSubspaces>
 __device__ void load_tables(const ProxyLaunch& p, const SelectSpace& s, int64_t head, int group0, const uint32_t* minus,
                             char* table) {
   const int lane = threadIdx.x % 32;
-  for (int g = threadIdx.x / 32; g < kLanes; g += blockDim.x / 32) {
+  for (int g = warp_index(); g < kLanes; g += blockDim.x / 32) {
     const bool valid = group0 + g < p.groups;
     const float unit = valid ? s.unit[head][group0 + g] : 0.0f;
     const float* from = p.tables[head] + int64_t{valid ? group0 + g : 0} * kSubspaces * p.codes;
@@ -211,7 +211,7 @@ struct Codes {
 template <int kSubspaces>
 __global__ void __launch_bounds__(kHistogramThreads, 1) codes_histogram(ProxyLaunch p, SelectSpace s, Bins bins) {
   extern __shared__ uint4 shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, subspace_bytes = p.codes * kTableStride;
+  const int warp = warp_index(), lane = threadIdx.x % 32, subspace_bytes = p.codes * kTableStride;
   char* table = reinterpret_cast<char*>(shared);
   auto* histogram = reinterpret_cast<uint32_t*>(table + kSubspaces * subspace_bytes);
   const uint32_t column = address_of(table) + 4 * lane, counts = address_of(histogram) + 4 * lane;
@@ -271,7 +271,7 @@ template <int kSubspaces>
 __global__ void __launch_bounds__(kMostEmitThreads, 1)
     codes_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, int key_bits) {
   extern __shared__ uint4 shared[];
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int warp = warp_index(), warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const int subspace_bytes = p.codes * kTableStride;
   auto* kept_words = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + warp * kWordsBytes);
   char* lists = reinterpret_cast<char*>(shared) + warps * kWordsBytes;
@@ -350,7 +350,7 @@ constexpr int kPlainThreads = 256, kPlainTile = kPlainThreads;
 __global__ void __launch_bounds__(kPlainThreads) plain_histogram(ProxyLaunch p, SelectSpace s, Bins bins) {
   extern __shared__ uint4 shared[];
   auto* histogram = reinterpret_cast<uint32_t*>(shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = warp_index(), lane = threadIdx.x % 32;
   const int words = bins.count * kLanes, blocks = (p.groups + kLanes - 1) / kLanes;
   for (int i = threadIdx.x; i < words; i += kPlainThreads) histogram[i] = 0;
   const int64_t tiles = (p.count + kPlainTile - 1) / kPlainTile;
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(kPlainThreads) plain_histogram(ProxyLaunch p, 
 
 __global__ void __launch_bounds__(kPlainThreads)
     plain_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, int key_bits) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = (p.groups + kLanes - 1) / kLanes;
+  const int warp = warp_index(), lane = threadIdx.x % 32, blocks = (p.groups + kLanes - 1) / kLanes;
   const int shift = max(0, bins.sub_bits - (32 - key_bits));
   const int64_t tiles = (p.count + kPlainTile - 1) / kPlainTile;
   for (Share share(p.heads, blocks, tiles); share.next();) {
@@ -496,7 +496,7 @@ __device__ float from_ordered(uint32_t bits) {
 template <class T>
 __global__ void __launch_bounds__(kExactThreads, 1) exact_range(ProxyLaunch p, SelectSpace s, int chunk) {
   extern __shared__ uint4 shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const int warp = warp_index(), lane = threadIdx.x % 32, quad = lane % 4;
   const int fragment_words = chunk / 16 * ((p.dim + 31) / 32 * 2) * 2 * 32;
   auto* row = reinterpret_cast<uint32_t*>(shared + fragment_words);  // [2, chunk]
   const int sections = (p.groups + chunk - 1) / chunk;
@@ -563,7 +563,7 @@ __global__ void exact_bounds(ProxyLaunch p, SelectSpace s) {
 template <class T>
 __global__ void __launch_bounds__(kExactThreads, 1) exact_histogram(ProxyLaunch p, SelectSpace s, Bins bins, int chunk) {
   extern __shared__ uint4 shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const int warp = warp_index(), lane = threadIdx.x % 32, quad = lane % 4;
   const int fragment_words = chunk / 16 * ((p.dim + 31) / 32 * 2) * 2 * 32;
   auto* row = reinterpret_cast<float2*>(shared + fragment_words);  // [chunk] high, unit
   auto* histogram = reinterpret_cast<uint32_t*>(row + chunk);      // [chunk / 32, bins, 32]
@@ -634,7 +634,7 @@ __global__ void __launch_bounds__(kExactThreads, 1)
     exact_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, int key_bits, int chunk) {
   extern __shared__ uint4 shared[];
   __shared__ __align__(8) char queues[kExactWarps][Queue::kBytes];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const int warp = warp_index(), lane = threadIdx.x % 32, quad = lane % 4;
   const int fragment_words = chunk / 16 * ((p.dim + 31) / 32 * 2) * 2 * 32;
   auto* row = reinterpret_cast<EmitRow*>(shared + fragment_words);  // [chunk]
   const int sections = (p.groups + chunk - 1) / chunk, shift = max(0, bins.sub_bits - (32 - key_bits));
