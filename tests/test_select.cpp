@@ -334,14 +334,21 @@ TEST(Select, TargetMeetsItsDensityAndLowersTheFloor) {
     Problem problem(random, random.between(1, 12), n, n, 40);
     problem.use_keys(random, at.dtype);
     problem.use_exact();
-    problem.args.rule = Rule::target;
-    problem.args.density = random.pick<double>({0.05, 0.1, 0.2, 0.5, 0.8});
+    const double density = random.pick<double>({0.05, 0.1, 0.2, 0.5, 0.8});
+    const Rule rule = random.pick<Rule>({Rule::target, Rule::top_p, Rule::hybrid});
+    problem.args.rule = rule;
+    (rule == Rule::target ? problem.args.density : problem.args.target) = density;
     problem.args.alpha = random.pick<double>({0, 0.02, 0.1, 0.3});
     const Selection ours(at.exec, problem.args, at.poison);
-    EXPECT_NEAR(ours.density(), problem.args.density, std::max(0.005, 1.0 / static_cast<double>(n)) + 1e-9);
-    EXPECT_EQ(ours.alpha_used[0], std::min(problem.args.alpha, problem.args.density / 2));
+    EXPECT_NEAR(ours.density(), density, std::max(0.005, 1.0 / static_cast<double>(n)) + 1e-9);
+    EXPECT_EQ(ours.alpha_used[0], std::min(problem.args.alpha, density / 2));
     EXPECT_GT(ours.rho_used[0], 0);
     EXPECT_LT(ours.rho_used[0], 1);
+    // Each group keeps what its rule says of the t_c found.
+    std::vector<int64_t> sizes(problem.sizes.begin(), problem.sizes.end());
+    const std::vector<int64_t> top_p(ours.top_p.data(), ours.top_p.data() + problem.groups);
+    const auto want = reference::counts(rule, sizes, top_p, ours.alpha_used[0], density, n);
+    for (int64_t c = 0; c < problem.groups; ++c) EXPECT_EQ(ours.counts[c], want.counts[static_cast<size_t>(c)]) << c;
   });
 }
 

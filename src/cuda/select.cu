@@ -14,8 +14,8 @@ namespace {
 
 struct RuleLaunch {
   Rule rule;
-  double rho, alpha, density;  // alpha as used
-  int32_t fixed, floor;        // keys by rule fixed; ceil(alpha N), at most N
+  double rho, alpha, goal;  // alpha as used; the density that rho is solved for, 0: rho is given
+  int32_t fixed, floor;     // keys by rule fixed; ceil(alpha N), at most N
   PerHead<const int32_t> sizes;
   PerHead<int32_t> counts, top_p;
   PerHead<int64_t> head_budget;
@@ -161,16 +161,16 @@ __device__ void block_sums(int64_t (&x)[kN]) {
 // How much of the mass the fractions' rounding and a bin's unknown order may move, together; the tolerance is 1e-3.
 constexpr float kMostDoubt = 9e-4f;
 
-// The rho at which the online rule keeps `density` of the keys. Three points of the interval at a time: what a round
+// The rho at which the rule keeps `goal` of the keys. Three points of the interval at a time: what a round
 // costs is latency.
 __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a, int64_t head) {
-  if (a.density >= 1) return 1.0;
+  if (a.goal >= 1) return 1.0;
   const int32_t* sizes = a.sizes[head];
   int64_t queries[1] = {0};
   for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) queries[0] += sizes[c];
   block_sums(queries);
   const bool one_each = p.groups <= kSolveThreads;  // then a thread remembers where its group's crossing can be
-  const int32_t floor = max(1, a.floor);
+  const int32_t floor = a.rule == Rule::top_p ? 1 : max(1, a.floor);
   double low = 0, high = 1;
   int from = 0, to = bins.count - 1;
   for (int round = 0; round < 20 && queries[0] > 0; ++round) {
@@ -195,7 +195,7 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
     }
     block_sums(total);
 #pragma unroll
-    for (int i = 0; i < 3; ++i) budget[i] = (total[i] + queries[0] - 1) / queries[0];
+    for (int i = 0; i < 3; ++i) budget[i] = a.rule == Rule::target ? (total[i] + queries[0] - 1) / queries[0] : 0;
     for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
       if (sizes[c] == 0) continue;
       if (!one_each) set_bases(c);
@@ -203,7 +203,7 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
       for (int i = 0; i < 3; ++i) kept[i] += sizes[c] * max(int64_t{base[i]}, budget[i]);
     }
     block_sums(kept);
-    const double goal = a.density * static_cast<double>(queries[0]) * p.count;
+    const double goal = a.goal * static_cast<double>(queries[0]) * p.count;
     const double start = low;
 #pragma unroll
     for (int i = 2; i >= 0; --i) {
@@ -223,7 +223,7 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
 
 __global__ void __launch_bounds__(kSolveThreads) solve_top_p(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a) {
   const int64_t head = blockIdx.x;
-  const double rho = a.rule == Rule::target ? solve_rho(p, s, bins, a, head) : a.rho;
+  const double rho = a.goal > 0 ? solve_rho(p, s, bins, a, head) : a.rho;
   if (threadIdx.x == 0) {
     *a.rho_used[head] = rho;
     *a.alpha_used[head] = a.alpha;
@@ -555,7 +555,7 @@ __global__ void __launch_bounds__(kRowThreads) exact_top_p(ProxyLaunch p, Select
 
 __global__ void __launch_bounds__(kRowThreads) exact_select(ProxyLaunch p, SelectSpace s, RuleLaunch a, MaskLaunch mask) {
   __shared__ int32_t parts[kRowThreads / 32];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = warp_index(), lane = threadIdx.x % 32;
   for_rows(p, s, kExactSelect, [&](int32_t head, int32_t group) {
     const int32_t count = a.counts[head][group];
     const Descent last = descend<false>(p, head, group, 0, count);
@@ -657,8 +657,8 @@ void select(const Exec& exec, std::span<const SelectArgs> heads) {
   RuleLaunch a{};
   a.rule = first.rule;
   a.rho = first.rho;
-  a.alpha = first.rule == Rule::target ? std::min(first.alpha, first.density / 2) : first.alpha;
-  a.density = first.density;
+  a.goal = first.rule == Rule::target ? first.density : first.target;
+  a.alpha = a.goal > 0 ? std::min(first.alpha, a.goal / 2) : first.alpha;
   a.fixed = static_cast<int32_t>(std::max<int64_t>(1, ceil_share(first.density, count)));
   a.floor = static_cast<int32_t>(std::min(count, ceil_share(a.alpha, count)));
   a.sizes = per_head(heads, [](const SelectArgs& x) { return x.sizes; });

@@ -90,9 +90,6 @@ void Plan::check_device() const {
   require(shape.dtype != DType::f32, Status::unsupported, "dtype: got f32, CUDA takes f16 and bf16");
   require(shape.dim <= 128 && shape.dim % 8 == 0, Status::unsupported, "dim: got {}, CUDA takes multiples of 8 up to 128",
           shape.dim);
-  require(settings.target_density == 0 || keeps_codes(settings.rule), Status::unsupported,
-          "target_density: got {}, and CUDA does not solve rule {} for one", settings.target_density,
-          get_setting(settings, "rule"));
   const auto fits = [](const char* name, int64_t value, int64_t most) {
     require(value <= most, Status::size_limit, "{}: got {}, CUDA takes up to {}", name, value, most);
   };
