@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/numeric.h"
+#include "core/random.h"
 
 namespace scope {
 
@@ -108,7 +109,10 @@ ExactQuery exact_query(const RowsView& q, const RowsView& k, const RowsView& v, 
   return exact;
 }
 
-int64_t sampled_token(int64_t i, int64_t samples, int64_t tokens) { return (2 * i + 1) * tokens / (2 * samples); }
+int64_t sampled_token(int64_t i, int64_t samples, int64_t tokens) {
+  const int64_t begin = i * tokens / samples, end = (i + 1) * tokens / samples;
+  return begin + static_cast<int64_t>(splitmix(0, static_cast<uint64_t>(i)) % static_cast<uint64_t>(end - begin));
+}
 
 std::vector<ExactQuery> exact_queries(ThreadPool& pool, const RowsView& q, const RowsView& k, const RowsView& v,
                                       int64_t samples) {

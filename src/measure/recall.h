@@ -37,7 +37,8 @@ struct ExactQuery {
 
 double element(const RowsView& x, int64_t token, int64_t channel);
 ExactQuery exact_query(const RowsView& q, const RowsView& k, const RowsView& v, int64_t token);
-// Which queries are looked at: the middles of `samples` equal stretches, so that every part of the video is.
+// Which queries are looked at: a random one of each of `samples` equal stretches (1 .. tokens), so that every part of the
+// video is, and not always the same column: a step of whole rows would hit it. The same for every method and run.
 int64_t sampled_token(int64_t i, int64_t samples, int64_t tokens);
 
 // samples: as below.

@@ -75,6 +75,16 @@ def match(scores, oracle, recall):
     raise AssertionError
 
 
+def sampled_token(i, samples):
+    """The one that src/measure/recall.h draws from stretch i."""
+    mask = 2**64 - 1
+    x = (i + 1) * 0x9E3779B97F4A7C15 & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    begin, end = i * N // samples, (i + 1) * N // samples
+    return begin + (x ^ x >> 31) % (end - begin)
+
+
 def oracle_of(token):
     logits = q[HEAD, token].astype(np.float64) @ k[HEAD].astype(np.float64).T
     return logits >= np.sort(logits)[::-1][math.ceil(N / 10) - 1]
@@ -106,7 +116,7 @@ with tempfile.TemporaryDirectory() as folder:
         assert row["method"] == method and got["kept"] == kept.sum(), (row, kept.sum())
         assert abs(got["oracle_recall"] - recall) < 1e-12 and abs(got["even_retention"] - even / N) < 1e-9, (got, recall, even)
         for at in row["of_queries"]:
-            samples = [(2 * i + 1) * N // 14 for i in range(7)]
+            samples = [sampled_token(i, 7) for i in range(7)]
             want = [match(scores[dump["labels"][t]], oracle_of(t), at["recall"]) for t in samples]
             assert abs(at["mean_retention"] - np.mean([w[2] for w in want]) / N) < 1e-9, (method, at)
             assert abs(at["mean_whole_retention"] - np.mean([w[0].sum() for w in want]) / N) < 1e-9, (method, at)
