@@ -387,9 +387,9 @@ void run(const Options& options) {
   write_json(out.file("run.json"), json);
   out.finish();
   fmt::print(
-      "{}: {} at {}, {} steps, density {:.4f}, {:.1f} s (dense calls {:.1f}, sparse attention {:.1f}, selection {:.1f}, "
+      "{}: {} at {}, {} steps, density {:.4f}, {:.2f} s (dense calls {:.2f}, sparse attention {:.2f}, selection {:.2f}, "
       "rest "
-      "{:.1f}; {}, {} threads, {})\n",
+      "{:.2f}; {}, {} threads, {})\n",
       options.output, options.method, io::join(request.grid, "x"), request.steps, density, sample.seconds,
       seconds["dense_prefix"].get<double>(), seconds["sparse_attention"].get<double>(), seconds["selection"].get<double>(),
       seconds["rest"].get<double>(), compute, context.threads(), context.instruction_set());

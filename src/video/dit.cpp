@@ -17,26 +17,27 @@ bool is_time(const std::string& name) { return name.starts_with("condition_embed
 // cos and sin of each token's angles along T, H and W, in double until the end: [tokens, 2, head_dim / 2].
 std::vector<float> make_rotation(const Config& config, const PatchGrid& grid) {
   const int64_t half = config.head_dim / 2, sizes[3] = {grid.t, grid.h, grid.w};
-  std::vector<double> angles[3];  // [size, channels / 2]
   const auto rope = config.rope();
+  std::vector<float> cosines[3], sines[3];  // [size, channels / 2]: few angles, many tokens
   for (size_t axis = 0; axis < 3; ++axis) {
     for (int64_t place = 0; place < sizes[axis]; ++place) {
       for (int64_t c = 0; c < rope[axis]; c += 2) {
         const double share = static_cast<double>(c) / static_cast<double>(rope[axis]);
-        angles[axis].push_back(static_cast<double>(place) / std::pow(10000.0, share));
+        const double angle = static_cast<double>(place) / std::pow(10000.0, share);
+        cosines[axis].push_back(static_cast<float>(std::cos(angle)));
+        sines[axis].push_back(static_cast<float>(std::sin(angle)));
       }
     }
   }
   std::vector<float> out(static_cast<size_t>(grid.tokens() * 2 * half));
   for (int64_t token = 0; token < grid.tokens(); ++token) {
     const int64_t at[3] = {token / (grid.h * grid.w), token / grid.w % grid.h, token % grid.w};
-    float* cosine = out.data() + token * 2 * half;
+    float* to = out.data() + token * 2 * half;
     for (size_t axis = 0; axis < 3; ++axis) {
-      const double* angle = angles[axis].data() + at[axis] * (rope[axis] / 2);
-      for (int64_t c = 0; c < rope[axis] / 2; ++c, ++cosine) {
-        cosine[0] = static_cast<float>(std::cos(angle[c]));
-        cosine[half] = static_cast<float>(std::sin(angle[c]));
-      }
+      const int64_t n = rope[axis] / 2;
+      std::copy_n(cosines[axis].begin() + at[axis] * n, n, to);
+      std::copy_n(sines[axis].begin() + at[axis] * n, n, to + half);
+      to += n;
     }
   }
   return out;
