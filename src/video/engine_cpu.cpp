@@ -39,11 +39,8 @@ class CpuEngine : public Engine {
     if (memory == nullptr) throw std::bad_alloc();
     return Buffer(memory, std::free);
   }
-  void upload(const void* host, void* to, int64_t bytes) override { std::memcpy(to, host, static_cast<size_t>(bytes)); }
-  void download(const void* from, void* host, int64_t bytes) override {
-    std::memcpy(host, from, static_cast<size_t>(bytes));
-  }
-
+  void upload(const void* host, void* to, int64_t bytes) override { move(host, to, bytes); }
+  void download(const void* from, void* host, int64_t bytes) override { move(from, host, bytes); }
   void wait() override {}
 
   std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) override {
@@ -190,6 +187,10 @@ class CpuEngine : public Engine {
   }
 
  private:
+  static void move(const void* from, void* to, int64_t bytes) {
+    if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));  // an empty vector's pointer may be null
+  }
+
   float* scratch(int thread, int64_t floats) {
     auto& memory = scratch_[static_cast<size_t>(thread)];
     if (std::ssize(memory) < floats) memory.resize(static_cast<size_t>(floats));
