@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -108,6 +109,11 @@ Settings parse_method(const std::string& text, const std::string& model);
 // What meeting a target density took, a line each: a lowered alpha, or the nearest density where the steps are coarse.
 // Throws when the least that the method keeps is above the target. target 0: none.
 std::vector<std::string> target_notes(const Runner& runner, double target, const std::string& method);
+// The same for heads of several sparse calls; settings: their plan's.
+std::vector<std::string> target_notes(const Settings& settings, double density, std::span<const HeadStats> heads,
+                                      double target, const std::string& method);
+// The value of --density: shares separated by commas.
+std::vector<double> parse_densities(const std::string& list);
 
 // Options that several commands take.
 struct MethodFlags {
@@ -148,6 +154,7 @@ double now_seconds();
 std::string bold(const std::string& text);  // only when stdout is a terminal
 
 // The commands; each adds itself and runs through its callback.
+void add_ablate(CLI::App& app);
 void add_make_qkv(CLI::App& app);
 void add_attend(CLI::App& app);
 void add_bench(CLI::App& app);

@@ -56,23 +56,12 @@ std::vector<Method> parse_methods(const Options& options) {
   return methods;
 }
 
-std::vector<double> parse_densities(const Options& options) {
-  std::vector<double> densities;
-  for (const std::string& text : split(options.density, ',')) {
-    Settings settings;
-    set_setting(settings, "target_density", text);
-    require(settings.target_density > 0, Status::invalid_argument, "--density: got \"{}\", expected shares in (0, 1]", text);
-    densities.push_back(settings.target_density);
-  }
-  return densities;
-}
-
 class Comparison {
  public:
   explicit Comparison(const Options& options)
       : options_(options),
         methods_(parse_methods(options)),
-        densities_(parse_densities(options)),
+        densities_(parse_densities(options.density)),
         samples_(parse_samples(options.samples)),
         context_(options.machine.context()),
         input_(options.input.read(options.model)),

@@ -56,6 +56,7 @@ int main(int argc, char** argv) {
   scope::cli::add_evaluate(app);
   scope::cli::add_inspect(app);
   scope::cli::add_generate(app);
+  scope::cli::add_ablate(app);
   scope::cli::add_methods(app);
   scope::cli::add_profile(app);
   scope::cli::add_report(app);

@@ -56,12 +56,26 @@ Settings MethodFlags::settings() const {
   return result;
 }
 
+std::vector<double> parse_densities(const std::string& list) {
+  std::vector<double> densities;
+  for (const std::string& text : split(list, ',')) {
+    Settings settings;
+    set_setting(settings, "target_density", text);
+    require(settings.target_density > 0, Status::invalid_argument, "--density: got \"{}\", expected shares in (0, 1]", text);
+    densities.push_back(settings.target_density);
+  }
+  return densities;
+}
+
 std::vector<std::string> target_notes(const Runner& runner, double target, const std::string& method) {
   if (target == 0 || runner.stats.reason != Reason::sparse) return {};
-  const Settings& settings = runner.plan().settings;
-  const double density = runner.stats.density;
-  const bool least = std::all_of(runner.head_stats.begin(), runner.head_stats.end(),
-                                 [](const HeadStats& head) { return head.groups == 0 || head.rho == 0; });
+  return target_notes(runner.plan().settings, runner.stats.density, runner.head_stats, target, method);
+}
+
+std::vector<std::string> target_notes(const Settings& settings, double density, std::span<const HeadStats> heads,
+                                      double target, const std::string& method) {
+  const bool least =
+      std::all_of(heads.begin(), heads.end(), [](const HeadStats& head) { return head.groups == 0 || head.rho == 0; });
   require(!least || density <= target + kCloseEnough, Status::unsupported,
           "target density: got {}, and the least that {} keeps here is {:.4f}", target, method, density);
   std::vector<std::string> notes;
@@ -69,11 +83,11 @@ std::vector<std::string> target_notes(const Runner& runner, double target, const
                          settings.rule == Rule::error_aware;
   const double most = target / (settings.rule == Rule::error_aware ? 4 : 2);
   const char* part = settings.rule == Rule::error_aware ? "a quarter of" : "half";
-  const auto lowered = std::count_if(runner.head_stats.begin(), runner.head_stats.end(),
+  const auto lowered = std::count_if(heads.begin(), heads.end(),
                                      [&](const HeadStats& head) { return head.groups > 0 && head.alpha == most; });
   if (has_floor && settings.profile != nullptr && lowered > 0) {
     notes.push_back(fmt::format("{}: least shares of the profile lowered to {}, {} the target density, in {} of {} heads",
-                                method, most, part, lowered, runner.head_stats.size()));
+                                method, most, part, lowered, heads.size()));
   } else if (has_floor && settings.alpha > most) {
     notes.push_back(
         fmt::format("{}: alpha lowered from {} to {}, {} the target density", method, settings.alpha, most, part));

@@ -1,0 +1,592 @@
+// scope ablate: whole videos by variants of a method against the dense ones of the same seeds, at matched density.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <set>
+
+#include "common.h"
+#include "cuda/device.h"
+#include "measure/video_quality.h"
+#include "plot.h"
+#include "video/media.h"
+#include "video_run.h"
+
+namespace scope::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Options : VideoInputs {
+  std::string model = "tiny-wan", variants, suite, density = "0.2", grid, compute, output, csv, plot, commit;
+  int64_t seeds = 8, steps = 20;
+  bool no_control = false;
+  MachineFlags machine;
+};
+
+// One table: its variants at each of its densities, judged against the first.
+struct Table {
+  std::string title, variants, density;
+};
+
+// The ablations of the paper, and the methods side by side.
+const Table kPaper[] = {
+    {"Key partitions",
+     "scope,scope:partition=even:1,scope:partition=even:2,scope:partition=random:3,scope:partition=even:4,"
+     "scope:partition=even:8",
+     "0.1,0.2"},
+    {"Rules", "scope,scope:rule=hybrid,scope:rule=top_p", "0.1,0.2"},
+    {"Proxy and tail", "scope,scope-exact,scope:tail=first_order,scope-exact:tail=first_order", "0.1,0.2"},
+    {"Methods", "scope,scope-paper,scope-exact,svg2,svg2-ear,svoo,sparge", "0.05,0.1,0.2,0.3"},
+};
+
+// One video of a variant beside the dense one of its seed. Seconds.
+struct Result {
+  double psnr = 0, pooled_psnr = 0, ssim = 0, worst_psnr = 0, density = 1;
+  double total = 0, dense_calls = 0, attend = 0, selection = 0, rest = 0;
+  double same_calls_dense = 0;  // the calls that ran sparse here, in the dense run
+  double dense_total = 0;
+
+  double sparse_calls() const { return attend + selection; }
+};
+
+// A variant at a density; results by seed.
+struct Row {
+  std::string variant;
+  double target = 1;
+  Settings settings;
+  bool control = false, left_out = false;
+  std::vector<Result> results;
+  std::vector<std::string> notes;
+};
+
+template <class F>
+std::vector<double> each(const std::vector<Result>& results, F value) {
+  std::vector<double> out;
+  for (const Result& result : results) out.push_back(std::invoke(value, result));
+  return out;
+}
+
+double mean(const std::vector<double>& x) {
+  double sum = 0;
+  for (const double value : x) sum += value;
+  return sum / static_cast<double>(x.size());
+}
+
+// Of the seeds, as a sample: n - 1. NaN for one seed.
+double deviation(const std::vector<double>& x) {
+  const double centre = mean(x);
+  double sum = 0;
+  for (const double value : x) sum += (value - centre) * (value - centre);
+  return std::sqrt(sum / static_cast<double>(x.size() - 1));
+}
+
+double median(std::vector<double> x) {
+  std::sort(x.begin(), x.end());
+  return (x[(x.size() - 1) / 2] + x[x.size() / 2]) / 2;
+}
+
+// How many times faster than dense, seed by seed: self-attention of the calls that ran sparse, and the whole run.
+double call_speedup(const Row& row) {
+  return median(each(row.results, [](const Result& r) { return r.same_calls_dense / r.sparse_calls(); }));
+}
+double run_speedup(const Row& row) {
+  return median(each(row.results, [](const Result& r) { return r.dense_total / r.total; }));
+}
+
+struct Paired {
+  double difference = 0, deviation = 0;  // dB
+  int64_t wins = 0;
+};
+Paired paired(const Row& row, const Row& against) {
+  std::vector<double> differences;
+  Paired out;
+  for (size_t i = 0; i < row.results.size(); ++i) {
+    differences.push_back(row.results[i].psnr - against.results[i].psnr);
+    out.wins += differences.back() > 0 ? 1 : 0;
+  }
+  out.difference = mean(differences);
+  out.deviation = deviation(differences);
+  return out;
+}
+
+std::string duration(double seconds) {
+  return seconds < 120    ? fmt::format("{:.0f} s", seconds)
+         : seconds < 7200 ? fmt::format("{:.0f} min", seconds / 60)
+                          : fmt::format("{:.1f} h", seconds / 3600);
+}
+
+// A long run must not end at a folder that is not there.
+void check_place(const char* flag, const std::string& path) {
+  if (path.empty()) return;
+  const std::string folder = fs::path(path).has_parent_path() ? fs::path(path).parent_path().string() : ".";
+  require(fs::is_directory(folder) && ::access(folder.c_str(), W_OK) == 0, Status::io, "{}: cannot write into {}", flag,
+          folder);
+}
+
+class Ablation {
+ public:
+  explicit Ablation(const Options& options)
+      : options_(options),
+        folder_(find_model_folder(options.model)),
+        notes_(video::read_notes(folder_)),
+        config_(video::read_config(folder_)),
+        context_(options.machine.context()) {
+    require(options.seeds >= 1 && options.seeds <= 10000, Status::invalid_argument, "--seeds: got {}, expected 1..10000",
+            options.seeds);
+    require(options.steps >= 1, Status::invalid_argument, "--steps: got {}, expected at least 1", options.steps);
+    require(notes_.rgb, Status::unsupported, "--model: videos are compared as frames, and {} gives latents", options.model);
+    for (const char* flag : {"-o", "--csv", "--plot"}) {
+      check_place(flag, flag[1] == 'o' ? options.output : flag[2] == 'c' ? options.csv : options.plot);
+    }
+    gpu_ = context_.device() != nullptr;
+    require(!gpu_ || options.compute != "f32", Status::unsupported, "--compute: a GPU takes bf16");
+    compute_ = !options.compute.empty() ? options.compute : gpu_ ? "bf16" : "f32";
+    grid_ = options.grid.empty() ? notes_.grid : parse_grid(options.grid);
+    for (const int64_t n : grid_) {
+      require(n <= config_.rope_max, Status::shape, "--grid: got {}, this model takes up to {} tokens along an axis",
+              io::join(grid_, "x"), config_.rope_max);
+    }
+    size_ = video::latent_size(config_, grid_);
+    inputs_ = options;
+    if (inputs_.condition.empty() && fs::exists(folder_ + "/held_out.safetensors")) {
+      inputs_.condition = folder_ + "/held_out.safetensors";
+    }
+    make_rows();
+  }
+
+  void run() {
+    count_clips();
+    const auto engine = make_engine(compute_);
+    const video::Transformer model(folder_, *engine);
+    std::unique_ptr<video::Engine> other_engine;
+    std::unique_ptr<video::Transformer> other_model;
+    if (!options_.no_control && !gpu_) {
+      other_engine = make_engine(other_compute());
+      other_model = std::make_unique<video::Transformer>(folder_, *other_engine);
+    }
+    // Libraries and kernels load with their first use.
+    video::Request request = make_request(0, parse_method("dense", ""));
+    request.steps = 1;
+    video::generate(model, request);
+
+    const auto runs = options_.seeds * (1 + std::ssize(rows_));
+    progress_ = std::make_unique<Progress>("ablate", runs * options_.steps * config_.layers);
+    for (int64_t seed = 0; seed < options_.seeds; ++seed) {
+      const Video dense = make_video(model, seed, "dense", parse_method("dense", ""));
+      if (seed == 0 && runs > 1) {
+        fmt::print(stderr, "{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n",
+                   isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", runs, dense.sample.seconds,
+                   duration(dense.sample.seconds * static_cast<double>(runs)));
+      }
+      dense_.push_back(compare(dense, dense));
+      for (Row& row : rows_) {
+        if (row.left_out) continue;
+        const Video clip = make_video(row.control && !gpu_ ? *other_model : model, seed, row.variant, row.settings);
+        row.results.push_back(compare(dense, clip));
+        if (seed == 0 && !row.control) check_first(row, clip.sample);
+      }
+      std::erase_if(rows_, [](const Row& row) { return row.left_out; });
+    }
+    progress_.reset();
+  }
+
+  void print() const {
+    fmt::print("{}\n",
+               bold(fmt::format("{} at {}, {} steps, {} seeds of {} clips, {}; {} threads, {}", options_.model,
+                                io::join(grid_, "x"), options_.steps, options_.seeds, clips_, compute_, context_.threads(),
+                                context_.device() == nullptr ? context_.instruction_set() : context_.device()->name)));
+    fmt::print("dense: {:.2f} s a video (median)\n", median(each(dense_, [](const Result& r) { return r.total; })));
+    for (const Row& row : rows_) {
+      if (!row.control) continue;
+      fmt::print("control, {}: {} (pooled {}), SSIM {:.4f}; what is near it cannot be told from rounding\n", row.variant,
+                 psnr_text(row), decibel_text(mean(each(row.results, &Result::pooled_psnr))),
+                 mean(each(row.results, &Result::ssim)));
+    }
+    for (const Table& table : tables_) {
+      size_t width = 8;
+      for (const std::string& variant : split(table.variants, ',')) width = std::max(width, variant.size());
+      fmt::print("\n{}\n{:<{}}  {:>7}  {:>13}  {:>6}  {:>6}  {:>15}  {:>6}  {:>7}  {:>7}\n", bold(table.title), "", width,
+                 "density", "PSNR ± sd", "pooled", "SSIM", "paired ± sd", "wins", "calls", "run");
+      for (const double density : parse_densities(table.density)) {
+        const Row* first = nullptr;
+        for (const Row* row : table_rows(table, density)) {
+          if (first == nullptr) first = row;
+          const Paired pair = paired(*row, *first);
+          fmt::print("{:<{}}  {:>7.4f}  {:>13}  {:>6.2f}  {:>6.4f}  {:>15}  {:>6}  {:>6.2f}x  {:>6.2f}x\n", row->variant,
+                     width, mean(each(row->results, &Result::density)), psnr_text(*row),
+                     mean(each(row->results, &Result::pooled_psnr)), mean(each(row->results, &Result::ssim)),
+                     row == first ? "" : fmt::format("{:+.2f}{}", pair.difference, spread(pair.deviation)),
+                     row == first ? "" : fmt::format("{}/{}", pair.wins, row->results.size()), call_speedup(*row),
+                     run_speedup(*row));
+        }
+      }
+    }
+    fmt::print("\n");
+    for (const auto& [variant, why] : skipped_) fmt::print("not run: {}: {}\n", variant, why);
+    print_notes();
+    fmt::print(
+        "PSNR in dB and SSIM against the dense video of the same seed, without frame 0, which is given: mean and standard\n"
+        "deviation over seeds; paired: difference from the first line of the density, seed by seed, and how many of them "
+        "are\n"
+        "ahead; calls: self-attention of the calls that ran sparse, selection included, dense ÷ variant; run: whole video, "
+        "dense ÷\n"
+        "variant; both medians over seeds.\n");
+  }
+
+  nlohmann::ordered_json json() const {
+    nlohmann::ordered_json out{{"version", SCOPE_VERSION},
+                               {"commit", options_.commit},
+                               {"suite", options_.suite},
+                               {"model", fs::path(folder_).filename().string()},
+                               {"grid", grid_},
+                               {"steps", options_.steps},
+                               {"seeds", options_.seeds},
+                               {"clips", clips_},
+                               {"condition", fs::path(inputs_.condition).filename().string()},
+                               {"image", options_.image},
+                               {"shift", notes_.shift},
+                               {"compute", compute_},
+                               {"machine", machine_json(context_)},
+                               {"dense", {{"seconds", seconds_columns(dense_)}}},
+                               {"rows", nlohmann::ordered_json::array()},
+                               {"tables", nlohmann::ordered_json::array()},
+                               {"skipped", nlohmann::ordered_json::array()}};
+    for (const Row& row : rows_) out["rows"].push_back(row_json(row));
+    for (const Table& table : tables_) out["tables"].push_back(table_json(table));
+    for (const auto& [variant, why] : skipped_) out["skipped"].push_back({{"variant", variant}, {"why", why}});
+    return out;
+  }
+
+  std::string csv() const {
+    std::string out =
+        "variant,target,seed,density,psnr,pooled_psnr,ssim,seconds,sparse_seconds,dense_seconds,same_calls_dense_seconds\n";
+    for (const Row& row : rows_) {
+      for (size_t i = 0; i < row.results.size(); ++i) {
+        const Result& r = row.results[i];
+        out += fmt::format("\"{}\",{},{},{:.6f},{:.6f},{:.6f},{:.8f},{:.6f},{:.6f},{:.6f},{:.6f}\n", row.variant, row.target,
+                           i, r.density, r.psnr, r.pooled_psnr, r.ssim, r.total, r.sparse_calls(), r.dense_total,
+                           r.same_calls_dense);
+      }
+    }
+    return out;
+  }
+
+  // Of the table with the most densities.
+  Chart chart() const {
+    const Table& table = *std::max_element(tables_.begin(), tables_.end(), [](const Table& a, const Table& b) {
+      return split(a.density, ',').size() < split(b.density, ',').size();
+    });
+    Chart chart{.title = "PSNR against dense, by density",
+                .x_label = "density of the sparse calls",
+                .y_label = "dB, mean over seeds",
+                .note = fmt::format("{} at {}, {} steps, {} seeds, {}", options_.model, io::join(grid_, "x"), options_.steps,
+                                    options_.seeds, compute_),
+                .series = {}};
+    for (const std::string& variant : split(table.variants, ',')) {
+      Series series{variant, {}};
+      for (const Row& row : rows_) {
+        if (row.variant != variant || row.control) continue;
+        const double psnr = mean(each(row.results, &Result::psnr));
+        if (std::isfinite(psnr)) series.points.emplace_back(mean(each(row.results, &Result::density)), psnr);
+      }
+      std::sort(series.points.begin(), series.points.end());
+      if (!series.points.empty()) chart.series.push_back(series);
+    }
+    return chart;
+  }
+
+ private:
+  // Notes that say the same of several variants are one line.
+  void print_notes() const {
+    std::map<std::string, std::set<std::string>> variants;
+    for (const Row& row : rows_) {
+      for (const std::string& note : row.notes) variants[note.substr(row.variant.size() + 2)].insert(row.variant);
+    }
+    for (const auto& [note, names] : variants) fmt::print("{}: {}\n", note, fmt::join(names, ", "));
+  }
+
+  struct Video {
+    video::Sample sample;
+    std::vector<io::Image> frames;
+  };
+
+  std::string other_compute() const { return compute_ == "bf16" ? "f32" : "bf16"; }
+
+  std::unique_ptr<video::Engine> make_engine(const std::string& compute) const {
+    return gpu_ ? video::make_cuda_engine(context_)
+                : video::make_cpu_engine(context_, compute == "bf16" ? DType::bf16 : DType::f32);
+  }
+
+  Plan make_plan(const Settings& settings) const {
+    const int64_t tokens = grid_[0] * grid_[1] * grid_[2];
+    return {context_,
+            settings,
+            {.heads = config_.heads,
+             .q_tokens = tokens,
+             .k_tokens = tokens,
+             .dim = config_.head_dim,
+             .dtype = compute_ == "bf16" ? DType::bf16 : DType::f32,
+             .rope = config_.rope(),
+             .subspaces = {}}};
+  }
+
+  // Every variant and density of the tables once; what cannot run is refused or, in a suite, said.
+  void make_rows() {
+    if (options_.suite.empty()) {
+      tables_ = {{"Variants", options_.variants.empty() ? "scope" : options_.variants, options_.density}};
+    } else {
+      tables_.assign(std::begin(kPaper), std::end(kPaper));
+    }
+    if (!options_.no_control) {
+      Row row{.variant = gpu_ ? "dense:kernel=portable" : "dense in " + other_compute(),
+              .settings = parse_method(gpu_ ? "dense:kernel=portable" : "dense", ""),
+              .control = true,
+              .results = {},
+              .notes = {}};
+      rows_.push_back(std::move(row));
+    }
+    for (const Table& table : tables_) {
+      for (const std::string& variant : split(table.variants, ',')) {
+        for (const double density : parse_densities(table.density)) {
+          if (find_row(variant, density) != nullptr) continue;
+          Settings settings = parse_method(variant, "");
+          require(!settings.dense, Status::invalid_argument,
+                  "--variants: dense is what the others are compared with, and runs anyway");
+          settings.target_density = density;
+          try {
+            make_plan(settings);  // refuses what cannot run
+            rows_.push_back({variant, density, settings, false, false, {}, {}});
+          } catch (const Error& error) {
+            leave_out(variant, error);
+          }
+        }
+      }
+    }
+  }
+
+  void leave_out(const std::string& variant, const Error& error) {
+    if (options_.suite.empty() || error.status() != Status::unsupported) throw error;
+    const std::pair<std::string, std::string> entry{variant, error.what()};
+    if (std::find(skipped_.begin(), skipped_.end(), entry) == skipped_.end()) skipped_.push_back(entry);
+  }
+
+  const Row* find_row(const std::string& variant, double target) const {
+    for (const Row& row : rows_) {
+      if (!row.control && row.variant == variant && row.target == target) return &row;
+    }
+    return nullptr;
+  }
+
+  std::vector<const Row*> table_rows(const Table& table, double density) const {
+    std::vector<const Row*> out;
+    for (const std::string& variant : split(table.variants, ',')) {
+      if (const Row* row = find_row(variant, density); row != nullptr) out.push_back(row);
+    }
+    return out;
+  }
+
+  // Seed s takes the clip s modulo how many the condition holds.
+  void count_clips() {
+    const std::string path = inputs_.condition.empty() ? folder_ + "/examples.safetensors" : inputs_.condition;
+    const io::SafeTensors file = io::read_safetensors(path);
+    const auto found = file.tensors.find("prompt_embeds");
+    require(found != file.tensors.end(), Status::format, "{}: there is no tensor \"prompt_embeds\"", path);
+    clips_ = found->second.shape.size() == 3 ? found->second.shape[0] : 1;
+    require(clips_ > 0, Status::shape, "{}: prompt_embeds holds no samples", path);
+  }
+
+  video::Request make_request(int64_t seed, const Settings& settings) {
+    video::Request request;
+    request.grid = grid_;
+    request.steps = options_.steps;
+    request.shift = notes_.shift;
+    request.settings = settings;
+    inputs_.example = seed % clips_;
+    read_rgb_inputs(inputs_, folder_, config_, size_, request);
+    request.noise = video::make_noise(static_cast<uint64_t>(seed), config_.out_channels * size_[0] * size_[1] * size_[2]);
+    return request;
+  }
+
+  Video make_video(const video::Transformer& model, int64_t seed, const std::string& name, const Settings& settings) {
+    video::Request request = make_request(seed, settings);
+    const std::string note = fmt::format("seed {} of {}, {}", seed + 1, options_.seeds, name);
+    request.done = [&](const video::CallReport&) { progress_->step(note); };
+    Video out{video::generate(model, request), {}};
+    out.frames = video::to_frames(out.sample.latent, size_);
+    return out;
+  }
+
+  Result compare(const Video& dense, const Video& clip) const {
+    std::vector<FrameQuality> frames(clip.frames.size());
+    context_.exec().pool->run(std::ssize(frames), [&](int64_t i, int) {
+      frames[static_cast<size_t>(i)] =
+          compare_frames(dense.frames[static_cast<size_t>(i)], clip.frames[static_cast<size_t>(i)]);
+    });
+    const VideoQuality quality = summarise(std::move(frames), 1);
+    const auto seconds = seconds_json(clip.sample);
+    Result out{.psnr = quality.mean_psnr,
+               .pooled_psnr = quality.pooled_psnr,
+               .ssim = quality.ssim,
+               .worst_psnr = quality.frames[static_cast<size_t>(quality.worst)].psnr,
+               .density = mean_density(clip.sample),
+               .total = seconds["total"],
+               .dense_calls = seconds["dense_prefix"],
+               .attend = seconds["sparse_attention"],
+               .selection = seconds["selection"],
+               .rest = seconds["rest"],
+               .dense_total = dense.sample.seconds};
+    for (size_t i = 0; i < clip.sample.calls.size(); ++i) {
+      if (clip.sample.calls[i].stats.reason == Reason::sparse) out.same_calls_dense += dense.sample.calls[i].stats.total;
+    }
+    return out;
+  }
+
+  // What the target density took; one that cannot be reached is refused or, in a suite, said.
+  void check_first(Row& row, const video::Sample& sample) {
+    std::vector<HeadStats> heads;
+    for (const auto& call : sample.calls) {
+      if (call.stats.reason == Reason::sparse) heads.insert(heads.end(), call.heads.begin(), call.heads.end());
+    }
+    require(!heads.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one",
+            options_.steps, row.variant);
+    try {
+      row.notes = target_notes(make_plan(row.settings).settings, mean_density(sample), heads, row.target, row.variant);
+    } catch (const Error& error) {
+      leave_out(row.variant, error);
+      row.left_out = true;
+    }
+  }
+
+  static std::string decibel_text(double psnr) { return std::isinf(psnr) ? "equal" : fmt::format("{:.2f}", psnr); }
+  static std::string spread(double deviation) { return std::isfinite(deviation) ? fmt::format(" ± {:.2f}", deviation) : ""; }
+  static std::string psnr_text(const Row& row) {
+    const auto psnr = each(row.results, &Result::psnr);
+    return decibel_text(mean(psnr)) + spread(deviation(psnr));
+  }
+
+  static nlohmann::ordered_json seconds_columns(const std::vector<Result>& results) {
+    return {{"total", each(results, &Result::total)},
+            {"dense_calls", each(results, &Result::dense_calls)},
+            {"sparse_attention", each(results, &Result::attend)},
+            {"selection", each(results, &Result::selection)},
+            {"rest", each(results, &Result::rest)}};
+  }
+
+  static nlohmann::ordered_json row_json(const Row& row) {
+    nlohmann::ordered_json out{{"variant", row.variant},
+                               {"target", row.target},
+                               {"control", row.control},
+                               {"settings", settings_json(row.settings)},
+                               {"psnr", each(row.results, &Result::psnr)},
+                               {"pooled_psnr", each(row.results, &Result::pooled_psnr)},
+                               {"ssim", each(row.results, &Result::ssim)},
+                               {"worst_psnr", each(row.results, &Result::worst_psnr)},
+                               {"density", each(row.results, &Result::density)},
+                               {"seconds", seconds_columns(row.results)},
+                               {"same_calls_dense_seconds", each(row.results, &Result::same_calls_dense)},
+                               {"notes", row.notes}};
+    return out;
+  }
+
+  nlohmann::ordered_json table_json(const Table& table) const {
+    nlohmann::ordered_json out{{"title", table.title}, {"lines", nlohmann::ordered_json::array()}};
+    for (const double density : parse_densities(table.density)) {
+      const Row* first = nullptr;
+      for (const Row* row : table_rows(table, density)) {
+        if (first == nullptr) first = row;
+        const Paired pair = paired(*row, *first);
+        const auto psnr = each(row->results, &Result::psnr);
+        out["lines"].push_back({{"variant", row->variant},
+                                {"target", row->target},
+                                {"density", mean(each(row->results, &Result::density))},
+                                {"psnr", mean(psnr)},
+                                {"psnr_deviation", deviation(psnr)},
+                                {"psnr_least", *std::min_element(psnr.begin(), psnr.end())},
+                                {"pooled_psnr", mean(each(row->results, &Result::pooled_psnr))},
+                                {"ssim", mean(each(row->results, &Result::ssim))},
+                                {"against", first->variant},
+                                {"paired_difference", pair.difference},
+                                {"paired_deviation", pair.deviation},
+                                {"wins", pair.wins},
+                                {"call_speedup", call_speedup(*row)},
+                                {"run_speedup", run_speedup(*row)}});
+      }
+    }
+    return out;
+  }
+
+  const Options& options_;
+  std::string folder_;
+  video::Notes notes_;
+  video::Config config_;
+  Context context_;
+  bool gpu_ = false;
+  std::string compute_;
+  std::array<int64_t, 3> grid_ = {}, size_ = {};
+  VideoInputs inputs_;
+  int64_t clips_ = 1;
+  std::vector<Table> tables_;
+  std::vector<Row> rows_;
+  std::vector<std::pair<std::string, std::string>> skipped_;
+  std::vector<Result> dense_;
+  std::unique_ptr<Progress> progress_;
+};
+
+void run(const Options& options) {
+  Ablation ablation(options);
+  ablation.run();
+  ablation.print();
+  if (!options.output.empty()) write_json(options.output, ablation.json());
+  if (!options.csv.empty()) write_text(options.csv, ablation.csv());
+  if (!options.plot.empty()) write_text(options.plot, svg(ablation.chart()));
+}
+
+}  // namespace
+
+void add_ablate(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command = app.add_subcommand(
+      "ablate",
+      "Generate the same videos densely and by variants of a method at matched density, and judge them by paired seeds.\n"
+      "Seed s is noise s and the clip s of the condition (modulo how many it holds). Every density is solved in the calls.\n"
+      "A control shows what rounding does to a video: dense again in the other type (CPU) or by the other kernel (GPU).\n\n"
+      "  scope ablate --variants scope,scope:partition=even:8,svg2 --density 0.1,0.2 -o result.json\n"
+      "  scope ablate --suite paper --backend cuda -o result.json --plot psnr.svg\n"
+      "  scope ablate --grid 21x45x80 --condition 720p.safetensors --seeds 3 --backend cuda");
+  CLI::Option* variants =
+      command->add_option("--variants", options->variants,
+                          "rows of `scope methods`, with settings as name:setting=value+setting=value; otherwise scope");
+  CLI::Option* density =
+      command->add_option("--density", options->density, "shares of keys to compare at")->capture_default_str();
+  command
+      ->add_option("--suite", options->suite,
+                   "paper: partitions, rules, proxy and tail, and methods, each table with its densities")
+      ->check(CLI::IsMember({"paper"}))
+      ->excludes(variants)
+      ->excludes(density);
+  command->add_option("--seeds", options->seeds, "how many, from 0")->capture_default_str();
+  command->add_option("--steps", options->steps, "Euler steps")->capture_default_str();
+  command->add_option("--model", options->model, "model folder, or the name of a bundled one; it must give RGB frames")
+      ->capture_default_str();
+  command->add_option("--grid", options->grid, "tokens along T, H and W, as 13x20x32; the model's default");
+  command->add_option("--condition", options->condition,
+                      "prompt embeddings and first frames; otherwise the model's held_out.safetensors or examples");
+  command->add_option("--image", options->image, "first frame of every clip, as PNG; otherwise the condition's");
+  command->add_option("--compute", options->compute, "f32 or bf16; f32 on the CPU, bf16 on a GPU")
+      ->check(CLI::IsMember({"f32", "bf16"}));
+  command->add_flag("--no-control", options->no_control, "leave the control out");
+  command->add_option("-o,--output", options->output, "write every figure of every seed as JSON; an infinite PSNR is null");
+  command->add_option("--csv", options->csv, "write a line for each variant, density and seed");
+  command->add_option("--plot", options->plot, "write PSNR by density as SVG");
+  command->add_option("--commit", options->commit, "recorded in the JSON");
+  options->machine.add(*command);
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace scope::cli

@@ -1,0 +1,124 @@
+// Finds a model, reads what the bundled one is conditioned on, and sums up a run.
+#include "video_run.h"
+
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+
+#include "io/png.h"
+#include "video/media.h"
+
+namespace scope::cli {
+
+namespace fs = std::filesystem;
+
+std::string find_model_folder(const std::string& name) {
+  if (name.find('/') != std::string::npos || fs::exists(name + "/config.json")) return name;
+  std::vector<std::string> places;
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing here changes the environment
+  if (const char* set = std::getenv("SCOPE_MODELS"); set != nullptr) places.emplace_back(set);
+  std::error_code error;
+  const fs::path self = fs::read_symlink("/proc/self/exe", error);
+  if (!error) places.push_back((self.parent_path().parent_path() / "share/scope/models").string());
+  places.emplace_back(SCOPE_SOURCE_MODELS);
+  for (const std::string& place : places) {
+    std::string folder = fmt::format("{}/{}", place, name);
+    if (fs::exists(folder + "/config.json")) return folder;
+  }
+  fail(Status::io, "--model: there is no \"{}\" in {}", name, fmt::join(places, ", "));
+}
+
+std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,
+                               const std::vector<int64_t>& shape, int64_t pick) {
+  const auto found = file.tensors.find(name);
+  require(found != file.tensors.end(), Status::format, "{}: there is no tensor \"{}\"", path, name);
+  std::vector<int64_t> got = found->second.shape;
+  std::vector<float> values = io::with_path(path + ": " + name, [&] { return video::to_f32(found->second); });
+  if (got.size() == shape.size() + 1) {
+    require(pick < got[0], Status::shape, "{}: {} holds {} samples, --example asks for {} (from 0)", path, name, got[0],
+            pick);
+    const auto each = static_cast<int64_t>(values.size()) / got[0];
+    values = std::vector<float>(values.begin() + pick * each, values.begin() + (pick + 1) * each);
+    got.erase(got.begin());
+  }
+  bool fits = got.size() == shape.size();
+  for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || got[i] == shape[i];
+  std::string expected;
+  for (const int64_t n : shape)
+    expected += fmt::format("{}{}", expected.empty() ? "" : ", ", n < 0 ? "n" : std::to_string(n));
+  require(fits, Status::shape, "{}: {} has shape [{}], expected [{}]", path, name, io::join(got), expected);
+  return values;
+}
+
+std::array<int64_t, 3> parse_grid(const std::string& text) {
+  const auto values = parse_list("--grid", text, 'x');
+  require(values.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW in tokens", text);
+  return {values[0], values[1], values[2]};
+}
+
+void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Config& config,
+                     const std::array<int64_t, 3>& size, video::Request& request) {
+  const std::string examples = folder + "/examples.safetensors";
+  const std::string path = options.condition.empty() ? examples : options.condition;
+  const io::SafeTensors file = io::read_safetensors(path);
+  request.prompt.text = take_floats(path, file, "prompt_embeds", {-1, config.text_dim}, options.example);
+  require(config.in_channels == video::kRgbChannels + video::kGuideChannels + video::kRgbChannels &&
+              config.out_channels == video::kRgbChannels,
+          Status::format, "{}: scope.json says rgb, which takes 28 channels and gives 12; config.json says {} and {}",
+          folder, config.in_channels, config.out_channels);
+  io::Image first;
+  if (!options.image.empty()) {
+    first = io::read_png(options.image);
+  } else {
+    const auto truth = file.tensors.find("truth");
+    require(truth != file.tensors.end() && truth->second.type == io::ElementType::u8 && truth->second.shape.size() == 5 &&
+                truth->second.shape[4] == 3 && truth->second.shape[1] >= 1,
+            Status::invalid_argument, "--image: {} holds no frames, so a first frame is needed", path);
+    const auto& shape = truth->second.shape;
+    require(options.example < shape[0], Status::shape, "--example: got {}, {} holds {} clips", options.example, path,
+            shape[0]);
+    first = {shape[2], shape[3], {}};
+    first.rgb.resize(static_cast<size_t>(shape[2] * shape[3] * 3));
+    const auto at = static_cast<size_t>(options.example * shape[1]) * first.rgb.size();
+    std::memcpy(first.rgb.data(), truth->second.data.data() + at, first.rgb.size());
+  }
+  try {
+    request.condition = video::first_frame_condition(first, size);
+  } catch (const Error& error) {
+    fail(error.status(), "{}: {}", options.image.empty() ? "--image (not given; the example's is used)" : options.image,
+         error.what());
+  }
+}
+
+nlohmann::ordered_json seconds_json(const video::Sample& sample) {
+  double dense = 0, sparse = 0, selection = 0;
+  for (const auto& call : sample.calls) {
+    const CallStats& s = call.stats;
+    if (s.reason == Reason::sparse) {
+      sparse += s.attend;
+      selection += s.total - s.attend;
+    } else {
+      dense += s.total;
+    }
+  }
+  return {{"total", sample.seconds},
+          {"dense_prefix", dense},
+          {"sparse_attention", sparse},
+          {"selection", selection},
+          {"rest", sample.seconds - dense - sparse - selection}};
+}
+
+double mean_density(const video::Sample& sample) {
+  double sum = 0;
+  int64_t n = 0;
+  for (const auto& call : sample.calls) {
+    if (call.stats.reason != Reason::sparse) continue;
+    sum += call.stats.density;
+    ++n;
+  }
+  return n == 0 ? 1.0 : sum / static_cast<double>(n);
+}
+
+}  // namespace scope::cli

@@ -1,0 +1,31 @@
+// What the commands that generate share: the model's folder, the inputs of the bundled model, and the figures of a run.
+#pragma once
+
+#include "common.h"
+#include "io/safetensors.h"
+#include "video/sampler.h"
+
+namespace scope::cli {
+
+struct VideoInputs {
+  std::string image, condition;  // files; empty: the model's examples
+  int64_t example = 0;           // which sample of the condition
+};
+
+// A folder as it is, or the name of a bundled model.
+std::string find_model_folder(const std::string& name);
+// A float tensor of a file; `shape` has -1 where any size will do. A leading 1 or, with `pick`, a batch of which one is
+// taken, may stand before it.
+std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,
+                               const std::vector<int64_t>& shape, int64_t pick);
+std::array<int64_t, 3> parse_grid(const std::string& text);
+// What the bundled model is conditioned on: the first frame and the motion tokens of an example, or of the user's files.
+void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Config& config,
+                     const std::array<int64_t, 3>& size, video::Request& request);
+
+// Total, and its parts: calls that ran dense, attend and selection of the others, and the rest.
+nlohmann::ordered_json seconds_json(const video::Sample& sample);
+// Mean over the calls that ran sparse; 1 where none did.
+double mean_density(const video::Sample& sample);
+
+}  // namespace scope::cli
