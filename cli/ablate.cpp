@@ -51,6 +51,7 @@ struct Result {
   double total = 0, dense_calls = 0, attend = 0, selection = 0, rest = 0;
   double same_calls_dense = 0;  // the calls that ran sparse here, in the dense run
   double dense_total = 0;
+  int64_t dense_count = 0, sparse_count = 0;  // calls
 
   double sparse_calls() const { return attend + selection; }
 };
@@ -240,23 +241,24 @@ class Ablation {
   }
 
   nlohmann::ordered_json json() const {
-    nlohmann::ordered_json out{{"version", SCOPE_VERSION},
-                               {"commit", options_.commit},
-                               {"suite", options_.suite},
-                               {"model", fs::path(folder_).filename().string()},
-                               {"grid", grid_},
-                               {"steps", options_.steps},
-                               {"seeds", options_.seeds},
-                               {"clips", clips_},
-                               {"condition", fs::path(inputs_.condition).filename().string()},
-                               {"image", options_.image},
-                               {"shift", notes_.shift},
-                               {"compute", compute_},
-                               {"machine", machine_json(context_)},
-                               {"dense", {{"seconds", seconds_columns(dense_)}}},
-                               {"rows", nlohmann::ordered_json::array()},
-                               {"tables", nlohmann::ordered_json::array()},
-                               {"skipped", nlohmann::ordered_json::array()}};
+    nlohmann::ordered_json out{
+        {"version", SCOPE_VERSION},
+        {"commit", options_.commit},
+        {"suite", options_.suite},
+        {"model", fs::path(folder_).filename().string()},
+        {"grid", grid_},
+        {"steps", options_.steps},
+        {"seeds", options_.seeds},
+        {"clips", clips_},
+        {"condition", fs::path(inputs_.condition).filename().string()},
+        {"image", options_.image},
+        {"shift", notes_.shift},
+        {"compute", compute_},
+        {"machine", machine_json(context_)},
+        {"dense", {{"calls", {{"dense", dense_[0].dense_count}}}, {"seconds", seconds_columns(dense_)}}},
+        {"rows", nlohmann::ordered_json::array()},
+        {"tables", nlohmann::ordered_json::array()},
+        {"skipped", nlohmann::ordered_json::array()}};
     for (const Row& row : rows_) out["rows"].push_back(row_json(row));
     for (const Table& table : tables_) out["tables"].push_back(table_json(table));
     for (const auto& [variant, why] : skipped_) out["skipped"].push_back({{"variant", variant}, {"why", why}});
@@ -442,8 +444,11 @@ class Ablation {
                .rest = seconds["rest"],
                .dense_total = dense.sample.seconds};
     for (size_t i = 0; i < clip.sample.calls.size(); ++i) {
-      if (clip.sample.calls[i].stats.reason == Reason::sparse) out.same_calls_dense += dense.sample.calls[i].stats.total;
+      if (clip.sample.calls[i].stats.reason != Reason::sparse) continue;
+      out.same_calls_dense += dense.sample.calls[i].stats.total;
+      ++out.sparse_count;
     }
+    out.dense_count = std::ssize(clip.sample.calls) - out.sparse_count;
     return out;
   }
 
@@ -488,6 +493,7 @@ class Ablation {
                                {"ssim", each(row.results, &Result::ssim)},
                                {"worst_psnr", each(row.results, &Result::worst_psnr)},
                                {"density", each(row.results, &Result::density)},
+                               {"calls", {{"dense", row.results[0].dense_count}, {"sparse", row.results[0].sparse_count}}},
                                {"seconds", seconds_columns(row.results)},
                                {"same_calls_dense_seconds", each(row.results, &Result::same_calls_dense)},
                                {"notes", row.notes}};

@@ -1,0 +1,158 @@
+"""`scope ablate` from outside: its figures against `scope generate` and `scope evaluate`, its statistics, and hostile input.
+
+    check_ablate.py SCOPE-COMMAND
+"""
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+import tensors
+
+SCOPE = sys.argv[1]
+checks = 0
+
+
+def scope(*arguments):
+    return subprocess.run([SCOPE, *map(str, arguments)], capture_output=True, text=True)
+
+
+def accept(*arguments):
+    global checks
+    checks += 1
+    result = scope(*arguments)
+    assert result.returncode == 0, f"{arguments}: {result.stdout}{result.stderr}"
+    return result
+
+
+def refuse(code, word, *arguments):
+    """The command must exit with `code`, name `word`, and write nothing."""
+    global checks
+    checks += 1
+    before = sorted(os.listdir(FOLDER))
+    result = scope("ablate", "-o", f"{FOLDER}/refused.json", *arguments)
+    text = result.stdout + result.stderr
+    assert result.returncode == code, f"{arguments}: exit {result.returncode}, expected {code}: {text}"
+    assert word.lower() in text.lower(), f"{arguments}: nothing about {word!r} in: {text}"
+    assert sorted(os.listdir(FOLDER)) == before, f"{arguments}: left {set(os.listdir(FOLDER)) - set(before)} behind"
+
+
+def near(a, b, tolerance=1e-9):
+    return np.allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+with tempfile.TemporaryDirectory() as FOLDER:
+    random = np.random.default_rng(1)
+    clips = f"{FOLDER}/clips.safetensors"
+    tensors.save(clips, {"prompt_embeds": random.normal(0, 0.3, (2, 8, 32)).astype(np.float32),
+                         "truth": random.integers(0, 256, (2, 1, 16, 24, 3), dtype=np.uint8)})
+    small = ("--grid", "5x4x6", "--condition", clips, "--steps", 5)
+    variants, densities = ["scope", "scope:partition=even:8", "svg2"], [0.15, 0.3]
+    result = accept("ablate", *small, "--seeds", 3, "--variants", ",".join(variants), "--density", "0.15,0.3",
+                    "-o", f"{FOLDER}/a.json", "--csv", f"{FOLDER}/a.csv", "--plot", f"{FOLDER}/a.svg", "--commit", "abc")
+    assert re.search(r"24 videos; the first dense one took [0-9.]+ s", result.stderr), result.stderr
+    data = json.load(open(f"{FOLDER}/a.json"))
+    assert data["grid"] == [5, 4, 6] and data["seeds"] == 3 and data["clips"] == 2 and data["commit"] == "abc" and data["skipped"] == []
+    rows = {(r["variant"], r["target"]): r for r in data["rows"]}
+    assert set(rows) == {("dense in bf16", 1)} | {(v, d) for v in variants for d in densities}, set(rows)
+    # Rounding moves a video far less than leaving keys out.
+    assert rows["dense in bf16", 1]["control"] and min(rows["dense in bf16", 1]["psnr"]) > 40 > rows["scope", 0.15]["psnr"][0]
+
+    # Every figure is what the other commands give for the seed: noise s, clip s modulo 2, frame 0 left out.
+    for seed in range(3):
+        common = (*small, "--seed", seed, "--example", seed % 2)
+        accept("generate", *common, "-o", f"{FOLDER}/dense", "--method", "dense")
+        accept("generate", *common, "-o", f"{FOLDER}/bf16", "--method", "dense", "--compute", "bf16")
+        pairs = [("bf16", rows["dense in bf16", 1])]
+        for i, (variant, density) in enumerate((v, d) for v in variants for d in densities):
+            accept("generate", *common, "-o", f"{FOLDER}/run{i}", "--method", variant, "--target-density", density)
+            pairs.append((f"run{i}", rows[variant, density]))
+        for name, row in pairs:
+            accept("evaluate", f"{FOLDER}/dense", f"{FOLDER}/{name}", "--skip", 1, "--json", f"{FOLDER}/q.json")
+            quality, run = json.load(open(f"{FOLDER}/q.json")), json.load(open(f"{FOLDER}/{name}/run.json"))
+            for key in ("psnr", "pooled_psnr", "ssim"):
+                assert near(quality[key], row[key][seed]), (name, row["variant"], seed, key, quality[key], row[key][seed])
+            assert near(quality["frames"][quality["worst_frame"]]["psnr"], row["worst_psnr"][seed])
+            assert near(run["density"], row["density"][seed]), (row["variant"], seed)
+            assert run["settings"] == row["settings"], row["variant"]
+
+    # Times add up, and the table is what the seeds say.
+    for row in [data["dense"], *data["rows"]]:
+        s = row["seconds"]
+        assert near(s["total"], np.sum([s[k] for k in ("dense_calls", "sparse_attention", "selection", "rest")], axis=0))
+    for row in data["rows"]:
+        ran_sparse = not row["control"]
+        assert (min(row["seconds"]["selection"]) > 0) == ran_sparse and (min(row["same_calls_dense_seconds"]) > 0) == ran_sparse
+        assert row["calls"] == ({"dense": 10, "sparse": 20} if ran_sparse else {"dense": 30, "sparse": 0}), row["calls"]
+        # 4 of 5 steps and 5 of 6 layers run sparse: the rest of the self-attention is elsewhere.
+        assert np.all(np.array(row["same_calls_dense_seconds"]) < data["dense"]["seconds"]["dense_calls"])
+    (table,) = data["tables"]
+    assert [(x["variant"], x["target"]) for x in table["lines"]] == [(v, d) for d in densities for v in variants]
+    for line in table["lines"]:
+        row, first = rows[line["variant"], line["target"]], rows["scope", line["target"]]
+        psnr, difference = np.array(row["psnr"]), np.array(row["psnr"]) - first["psnr"]
+        sparse = np.array(row["seconds"]["sparse_attention"]) + row["seconds"]["selection"]
+        expected = {"density": np.mean(row["density"]), "psnr": psnr.mean(), "psnr_deviation": psnr.std(ddof=1), "psnr_least": psnr.min(),
+                    "pooled_psnr": np.mean(row["pooled_psnr"]), "ssim": np.mean(row["ssim"]), "paired_difference": difference.mean(),
+                    "paired_deviation": difference.std(ddof=1), "wins": (difference > 0).sum(),
+                    "call_speedup": np.median(row["same_calls_dense_seconds"] / sparse),
+                    "run_speedup": np.median(np.array(data["dense"]["seconds"]["total"]) / row["seconds"]["total"])}
+        assert line["against"] == "scope"
+        for key, value in expected.items():
+            assert near(line[key], value), (line["variant"], key, line[key], value)
+        printed = [x for x in result.stdout.splitlines() if x.startswith(line["variant"] + " ") and f"{line['density']:.4f}" in x]
+        assert len(printed) == 1 and f"{line['psnr']:.2f} ± {line['psnr_deviation']:.2f}" in printed[0], printed
+        if line["variant"] != "scope":
+            assert f"{line['paired_difference']:+.2f} ± {line['paired_deviation']:.2f}" in printed[0] and f"{line['wins']}/3" in printed[0]
+    with open(f"{FOLDER}/a.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 3 * len(rows)
+    for line in lines:
+        row, seed = rows[line["variant"], float(line["target"])], int(line["seed"])
+        assert near(float(line["psnr"]), row["psnr"][seed], 1e-6) and near(float(line["seconds"]), row["seconds"]["total"][seed], 1e-5)
+    plot = open(f"{FOLDER}/a.svg").read()
+    assert plot.count("<polyline") == 3 and all(v in plot for v in variants)
+
+    # The same bits again, with other neighbours and threads; one seed has no spread; without a control there is none.
+    accept("ablate", *small, "--seeds", 1, "--variants", "svg2", "--density", "0.3", "--threads", 1, "--no-control", "-o", f"{FOLDER}/b.json")
+    (row,) = json.load(open(f"{FOLDER}/b.json"))["rows"]
+    assert row["psnr"][0] == rows["svg2", 0.3]["psnr"][0]
+
+    # A suite says what it leaves out: 120 keys are one block of sparge's.
+    result = accept("ablate", *small, "--seeds", 1, "--suite", "paper", "--no-control", "-o", f"{FOLDER}/c.json")
+    data = json.load(open(f"{FOLDER}/c.json"))
+    assert {x["variant"] for x in data["skipped"]} == {"sparge"} and "not run: sparge: target density: got 0.05" in result.stdout
+    assert [t["title"] for t in data["tables"]] == ["Key partitions", "Rules", "Proxy and tail", "Methods"]
+    assert len(data["rows"]) == len({(r["variant"], r["target"]) for r in data["rows"]}), "each is run once"
+    kinds = {(r["settings"]["rule"], r["settings"]["partition"], r["settings"]["proxy"], r["settings"]["tail"]) for r in data["rows"]}
+    for wanted in (("top_p", "rope", "codes", "none"), ("hybrid", "rope", "codes", "none"), ("online", "even:1", "codes", "none"),
+                   ("online", "random:3", "codes", "none"), ("online", "even:8", "codes", "none"), ("online", "rope", "exact", "none"),
+                   ("online", "rope", "codes", "first_order"), ("clusters", "even:1", "codes", "none")):
+        assert wanted in kinds, wanted
+
+    # Usage: 2.
+    refuse(2, "there is no \"scopee\"", *small, "--variants", "scopee")
+    refuse(2, "dense is what the others", *small, "--variants", "scope,dense")
+    refuse(2, "partition", *small, "--variants", "scope:partition=odd")
+    refuse(2, "--seeds", *small, "--seeds", 0)
+    refuse(2, "--steps: got 0", *small[:4], "--steps", 0)
+    refuse(2, "every call of scope:dense_steps=1 is a dense one", *small[:4], "--steps", 1, "--variants", "scope:dense_steps=1", "--no-control")
+    refuse(2, "target_density", *small, "--density", "1.5")
+    refuse(2, "target_density", *small, "--density", "0.1,")
+    refuse(2, "--suite", *small, "--suite", "paper", "--variants", "scope")
+    refuse(2, "paper", *small, "--suite", "papers")
+    # Bad input: 3.
+    refuse(3, "the least that sparge keeps here is 1.0000", *small, "--variants", "sparge", "--density", "0.2", "--seeds", 1, "--no-control")
+    refuse(3, "kernel", *small, "--variants", "scope:kernel=wgmma")
+    refuse(3, "this grid needs 24 x 20", "--grid", "5x5x6", "--condition", clips, "--steps", 2)
+    refuse(3, "tiny-wann", "--model", "tiny-wann")
+    refuse(3, "nothing.safetensors", "--condition", f"{FOLDER}/nothing.safetensors")
+    tensors.save(f"{FOLDER}/other.safetensors", {"noise": np.zeros(2, np.float32)})
+    refuse(3, "prompt_embeds", *small[:2], "--condition", f"{FOLDER}/other.safetensors")
+    refuse(3, "--plot: cannot write into", *small, "--plot", f"{FOLDER}/missing/a.svg")
+print(f"{checks} commands behaved")
