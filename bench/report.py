@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/benchmarks*.md, docs/when_it_pays.md, the README's tables and the charts from bench/results/*.json.
+"""Writes docs/benchmarks*.md, docs/when_it_pays.md, the tables of README.md and docs/video_report.md, and the charts from bench/results/*.json.
 
     bench/report.py           write them
     bench/report.py --check   fail if what is committed is not what the JSON says
@@ -7,6 +7,8 @@
 import json
 import pathlib
 import sys
+
+import video_report
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -303,7 +305,8 @@ def outputs():
     return {"docs/benchmarks_gpu.md": gpu_benchmarks("h200.json", gpu), "docs/img/gpu_stages.svg": gpu_chart(gpu),
             "docs/benchmarks.md": benchmarks((("cpu_suite_f32.json", f32), ("cpu_suite_bf16.json", bf16)), torch_data),
             "docs/when_it_pays.md": when_it_pays(sweep) + gpu_when_it_pays("h200.json", gpu), "docs/img/speedup.svg": chart(f32),
-            "README.md": head + begin + gpu_readme(gpu) + readme_table(f32, bf16, torch_data) + end + tail}
+            "README.md": head + begin + gpu_readme(gpu) + readme_table(f32, bf16, torch_data) + end + tail,
+            **video_report.outputs(load, (ROOT / "docs" / "video_report.md").read_text())}
 
 
 stale = []

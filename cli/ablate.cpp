@@ -69,6 +69,7 @@ struct Row {
 template <class F>
 std::vector<double> each(const std::vector<Result>& results, F value) {
   std::vector<double> out;
+  out.reserve(results.size());
   for (const Result& result : results) out.push_back(std::invoke(value, result));
   return out;
 }
