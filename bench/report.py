@@ -305,7 +305,7 @@ def outputs():
     return {"docs/benchmarks_gpu.md": gpu_benchmarks("h200.json", gpu), "docs/img/gpu_stages.svg": gpu_chart(gpu),
             "docs/benchmarks.md": benchmarks((("cpu_suite_f32.json", f32), ("cpu_suite_bf16.json", bf16)), torch_data),
             "docs/when_it_pays.md": when_it_pays(sweep) + gpu_when_it_pays("h200.json", gpu), "docs/img/speedup.svg": chart(f32),
-            "README.md": head + begin + gpu_readme(gpu) + readme_table(f32, bf16, torch_data) + end + tail,
+            "README.md": head + begin + gpu_readme(gpu) + video_report.readme(load("video_gpu.json"), load("video_gpu_720p.json")) + readme_table(f32, bf16, torch_data) + end + tail,
             **video_report.outputs(load, (ROOT / "docs" / "video_report.md").read_text())}
 
 
