@@ -87,7 +87,8 @@ SCOPE_API const char* scope_context_instruction_set(const scope_context* context
 
 /* ---- method -------------------------------------------------------------------------------------------------------- */
 
-/* name: "scope", "scope-paper", "scope-exact", "dense"; an unknown one is refused with the list. */
+/* name: "scope", "scope-paper", "scope-exact", "svg2", "dense" and so on, as `scope methods` lists them; an unknown one is
+ * refused with the list. */
 SCOPE_API scope_status scope_method_create(const char* name, scope_method** method);
 SCOPE_API void scope_method_destroy(scope_method* method);
 /* One setting by name, for example ("rho", "0.9"); `scope methods` and docs/settings.md list them. */
