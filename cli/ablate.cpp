@@ -162,7 +162,8 @@ class Ablation {
     make_rows();
   }
 
-  void run() {
+  // `done` is called after each seed.
+  void run(const std::function<void()>& done) {
     count_clips();
     const auto engine = make_engine(compute_);
     const video::Transformer model(folder_, *engine);
@@ -194,6 +195,10 @@ class Ablation {
         if (seed == 0 && !row.control) check_first(row, clip.sample);
       }
       std::erase_if(rows_, [](const Row& row) { return row.left_out; });
+      done();
+      if (isatty(STDERR_FILENO) == 0 && options_.seeds > 1) {  // where there is no progress bar
+        fmt::print(stderr, "seed {} of {} done\n", seed + 1, options_.seeds);
+      }
     }
     progress_.reset();
   }
@@ -249,7 +254,7 @@ class Ablation {
         {"model", fs::path(folder_).filename().string()},
         {"grid", grid_},
         {"steps", options_.steps},
-        {"seeds", options_.seeds},
+        {"seeds", dense_.size()},
         {"clips", clips_},
         {"condition", fs::path(inputs_.condition).filename().string()},
         {"image", options_.image},
@@ -547,9 +552,11 @@ class Ablation {
 
 void run(const Options& options) {
   Ablation ablation(options);
-  ablation.run();
+  // A long run that is stopped leaves its finished seeds.
+  ablation.run([&] {
+    if (!options.output.empty()) write_json(options.output, ablation.json());
+  });
   ablation.print();
-  if (!options.output.empty()) write_json(options.output, ablation.json());
   if (!options.csv.empty()) write_text(options.csv, ablation.csv());
   if (!options.plot.empty()) write_text(options.plot, svg(ablation.chart()));
 }

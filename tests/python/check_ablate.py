@@ -123,6 +123,19 @@ with tempfile.TemporaryDirectory() as FOLDER:
     (row,) = json.load(open(f"{FOLDER}/b.json"))["rows"]
     assert row["psnr"][0] == rows["svg2", 0.3]["psnr"][0]
 
+    # A run that is stopped leaves the seeds that were done.
+    checks += 1
+    stopped = subprocess.Popen([SCOPE, "ablate", *map(str, small), "--seeds", "60", "--variants", "svg2", "--density", "0.3", "--no-control",
+                                "-o", f"{FOLDER}/stopped.json"], stderr=subprocess.PIPE, text=True)
+    while "seed 2 of 60 done" not in (line := stopped.stderr.readline()):
+        assert line, "it ended by itself"
+    stopped.kill()
+    stopped.communicate()
+    data = json.load(open(f"{FOLDER}/stopped.json"))
+    done = data["seeds"]
+    assert 2 <= done < 60 and len(data["rows"][0]["psnr"]) == len(data["dense"]["seconds"]["total"]) == done
+    assert data["rows"][0]["psnr"][:2] == rows["svg2", 0.3]["psnr"][:2]
+
     # A suite says what it leaves out: 120 keys are one block of sparge's.
     result = accept("ablate", *small, "--seeds", 1, "--suite", "paper", "--no-control", "-o", f"{FOLDER}/c.json")
     data = json.load(open(f"{FOLDER}/c.json"))
