@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python" / "scope_att
 import _c_api as api  # noqa: E402
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--library", required=True)
+parser.add_argument("--library", dest="libscope", required=True)
 parser.add_argument("--heads", type=int, default=4)
 parser.add_argument("--tokens", type=int, default=8192)
 parser.add_argument("--dim", type=int, default=128)
@@ -26,7 +26,7 @@ parser.add_argument("--json")
 parser.add_argument("--commit", default="")
 options = parser.parse_args()
 torch.set_num_threads(options.threads)
-library = api.Library(options.library)
+library = api.Library(options.libscope)
 cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
 result = {"machine": {"cpu": cpu, "threads": options.threads, "torch": torch.__version__}, "commit": options.commit,
           "shape": {"heads": options.heads, "tokens": options.tokens, "dim": options.dim}, "repeat": options.repeat, "rows": []}

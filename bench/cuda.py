@@ -252,7 +252,7 @@ def compare(library, name, tensors, rope, densities, options, text=0, long=True,
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", required=True, help="libscope.so built with CUDA")
+    parser.add_argument("--library", dest="libscope", required=True, help="libscope.so built with CUDA")
     parser.add_argument("--command", required=True, help="the scope command, for make-qkv")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--parts", default="video,synthetic,hunyuan,dim64,sweep,methods")
@@ -260,7 +260,7 @@ def main():
     parser.add_argument("--json")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    library = api.Library(options.library)
+    library = api.Library(options.libscope)
     densities = [float(x) for x in options.densities.split(",")]
     clocks = subprocess.run(["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.sm,clocks.mem", "--format=csv,noheader"],
                             capture_output=True, text=True).stdout.strip()

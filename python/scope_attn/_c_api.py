@@ -76,7 +76,7 @@ class Plan:
     """A context, a method and a plan. On the CPU it has a workspace of its own; a GPU caller brings device memory."""
 
     def __init__(self, library, method, settings, threads, gpu, shape):
-        self.library, lib = library, library.lib
+        self.scope, lib = library, library.lib
         self.context, self.method, self.handle = c.c_void_p(), c.c_void_p(), c.c_void_p()
         if gpu is None:
             library.check(lib.scope_context_create(threads, None, c.byref(self.context)))
@@ -93,7 +93,7 @@ class Plan:
         self.workspace = c.create_string_buffer(self.info.workspace_bytes) if gpu is None else None
 
     def init_state(self, address):
-        self.library.check(self.library.lib.scope_state_init(self.handle, c.c_void_p(address)))
+        self.scope.check(self.scope.lib.scope_state_init(self.handle, c.c_void_p(address)))
 
     def arguments(self, **fields):
         """scope_run_args from its fields by name."""
@@ -109,16 +109,16 @@ class Plan:
         return stats
 
     def launch(self, arguments):
-        self.library.check(self.library.lib.scope_run(self.handle, c.byref(arguments)))
+        self.scope.check(self.scope.lib.scope_run(self.handle, c.byref(arguments)))
 
     def launch_selection(self, arguments):
-        self.library.check(self.library.lib.scope_run_selection(self.handle, c.byref(arguments)))
+        self.scope.check(self.scope.lib.scope_run_selection(self.handle, c.byref(arguments)))
 
     def read_stats(self, arguments):
-        self.library.check(self.library.lib.scope_read_stats(self.handle, c.byref(arguments)))
+        self.scope.check(self.scope.lib.scope_read_stats(self.handle, c.byref(arguments)))
 
     def __del__(self):
-        lib = self.library.lib
+        lib = self.scope.lib
         lib.scope_plan_destroy(self.handle)
         lib.scope_method_destroy(self.method)
         lib.scope_context_destroy(self.context)

@@ -138,24 +138,6 @@ struct Scanned {
 
 constexpr int kSolveThreads = 512;
 
-// Sums over the block, on every thread.
-template <int kN>
-__device__ void block_sums(int64_t (&x)[kN]) {
-  __shared__ int64_t parts[kSolveThreads / 32][kN];
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kN; ++i) {
-    for (int offset = 16; offset > 0; offset /= 2) x[i] += __shfl_xor_sync(~0u, x[i], offset);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32][i] = x[i];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kN; ++i) {
-    x[i] = 0;
-    for (int w = 0; w < kSolveThreads / 32; ++w) x[i] += parts[w][i];
-  }
-}
-
 // ---- rho under rule target, and t_c ----
 
 // How much of the mass the fractions' rounding and a bin's unknown order may move, together; the tolerance is 1e-3.
@@ -168,7 +150,7 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
   const int32_t* sizes = a.sizes[head];
   int64_t queries[1] = {0};
   for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) queries[0] += sizes[c];
-  block_sums(queries);
+  block_sums<kSolveThreads>(queries);
   const bool one_each = p.groups <= kSolveThreads;  // then a thread remembers where its group's crossing can be
   const int32_t floor = a.rule == Rule::top_p ? 1 : max(1, a.floor);
   double low = 0, high = 1;
@@ -193,7 +175,7 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
 #pragma unroll
       for (int i = 0; i < 3; ++i) total[i] += int64_t{sizes[c]} * base[i];
     }
-    block_sums(total);
+    block_sums<kSolveThreads>(total);
 #pragma unroll
     for (int i = 0; i < 3; ++i) budget[i] = a.rule == Rule::target ? (total[i] + queries[0] - 1) / queries[0] : 0;
     for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
@@ -202,7 +184,7 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
 #pragma unroll
       for (int i = 0; i < 3; ++i) kept[i] += sizes[c] * max(int64_t{base[i]}, budget[i]);
     }
-    block_sums(kept);
+    block_sums<kSolveThreads>(kept);
     const double goal = a.goal * static_cast<double>(queries[0]) * p.count;
     const double start = low;
 #pragma unroll
@@ -355,7 +337,7 @@ __global__ void __launch_bounds__(kSolveThreads)
       if (sizes[c] > 0) sums[0] += int64_t{sizes[c]} * max(top_p[c], a.floor);
       sums[1] += sizes[c];
     }
-    block_sums(sums);
+    block_sums<kSolveThreads>(sums);
     budget = sums[1] == 0 ? 0 : (sums[0] + sums[1] - 1) / sums[1];
   }
   if (threadIdx.x == 0) {

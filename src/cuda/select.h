@@ -121,6 +121,24 @@ void emit_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& sp
 void tail_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, const MaskLaunch& mask,
                const TailLaunch& tail);
 
+// Sums over a block of kThreads, on every thread.
+template <int kThreads, int kN>
+__device__ void block_sums(int64_t (&x)[kN]) {
+  __shared__ int64_t parts[kThreads / 32][kN];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    for (int offset = 16; offset > 0; offset /= 2) x[i] += __shfl_xor_sync(~0u, x[i], offset);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32][i] = x[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    x[i] = 0;
+    for (int w = 0; w < kThreads / 32; ++w) x[i] += parts[w][i];
+  }
+}
+
 // A candidate's lower bits hold its key.
 inline int index_bits(int64_t count) {
   int bits = 1;

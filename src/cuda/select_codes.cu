@@ -208,24 +208,6 @@ void launch_rank(const Exec& exec, const ProxyLaunch& p, const CodesLaunch& a, u
 
 constexpr int kKeepThreads = 1024;
 
-// Sums over the block, on every thread.
-template <int kN>
-__device__ void keep_sums(int64_t (&x)[kN]) {
-  __shared__ int64_t parts[kKeepThreads / 32][kN];
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kN; ++i) {
-    for (int offset = 16; offset > 0; offset /= 2) x[i] += __shfl_xor_sync(~0u, x[i], offset);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32][i] = x[i];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kN; ++i) {
-    x[i] = parts[threadIdx.x % 32][i];
-    for (int offset = 16; offset > 0; offset /= 2) x[i] += __shfl_xor_sync(~0u, x[i], offset);
-  }
-}
-
 // One head's groups, all of whose orders are known.
 struct Keeper {
   const ProxyLaunch& p;
@@ -282,7 +264,7 @@ struct Keeper {
           pairs[i] += size * keys_kept(c, codes_kept(c, bound, inside[i]));
         }
       }
-      keep_sums(pairs);
+      block_sums<kKeepThreads>(pairs);
       double density[3];
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
@@ -319,7 +301,7 @@ __global__ void __launch_bounds__(kKeepThreads) keep_codes(ProxyLaunch p, CodesL
   int64_t sums[2] = {};  // codes that all keep, queries
   for (int r = threadIdx.x; r < p.codes; r += kKeepThreads) sums[0] += a.always(head, r) ? 1 : 0;
   for (int c = threadIdx.x; c < p.groups; c += kKeepThreads) sums[1] += a.sizes[head][c];
-  keep_sums(sums);
+  block_sums<kKeepThreads>(sums);
   const Keeper keeper{p, a, head, static_cast<int>(sums[0]), sums[1]};
   const double bound = a.target > 0 ? keeper.solve() : a.given;
   for (int c = threadIdx.x; c < p.groups; c += kKeepThreads) {
