@@ -9,6 +9,8 @@ namespace scope {
 
 namespace {
 
+constexpr int64_t kMostHeads = 1 << 20;  // far more than any model's; the next number still exists
+
 // Takes the number at the front of `text` and the comma after it.
 template <class T>
 bool take(std::string_view& text, T& value, bool last = false) {
@@ -26,6 +28,10 @@ bool take(std::string_view& text, T& value, bool last = false) {
 Profile read_profile(const std::string& path) {
   std::ifstream file(path);
   require(file.is_open(), Status::io, "profile: cannot open \"{}\"", path);
+  return parse_profile(file, path);
+}
+
+Profile parse_profile(std::istream& file, const std::string& path) {
   Profile profile;
   profile.path = path;
   std::string line;
@@ -42,7 +48,7 @@ Profile read_profile(const std::string& path) {
     double density = 0;
     std::string_view text = line;
     require(take(text, step) && take(text, layer) && take(text, head) && take(text, density, true) && step >= 0 &&
-                layer >= 0 && head >= 0 && density >= 0 && density <= 1,
+                layer >= 0 && head >= 0 && head < kMostHeads && density >= 0 && density <= 1,
             Status::format,
             "profile: {} line {}: got \"{}\", expected step, layer and head from 0 and a density in [0, 1], as 10,2,0,0.25",
             path, number, line.substr(0, 80));

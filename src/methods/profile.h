@@ -1,6 +1,7 @@
 // An offline profile of a model: how dense exact attention is at each step, layer and head, as `scope profile` writes it.
 #pragma once
 
+#include <istream>
 #include <map>
 #include <string>
 #include <tuple>
@@ -18,6 +19,8 @@ struct Profile {
 // CSV: a line step,layer,head,density, then one such line per head. Throws Status::io, or Status::format with the line;
 // a step and layer that lacks some of the heads is refused.
 Profile read_profile(const std::string& path);
+// The same from what is open; `path` is for messages.
+Profile parse_profile(std::istream& file, const std::string& path);
 
 // Throws Status::shape unless the profile has `heads` heads and, where `layers` is not 0, no layer past them and every layer
 // from `first_layer` on at some step.

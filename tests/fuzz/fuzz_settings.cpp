@@ -1,14 +1,26 @@
-// Fuzzes setting names and values: any text is either accepted and printed back to itself, or refused with an Error.
+// Fuzzes setting names and values: any text is either accepted and printed back to itself, or refused with an Error. The
+// value of `profile` is taken for the file's contents.
 #include <cstdlib>
+#include <sstream>
 #include <string_view>
 
 #include "methods/partition.h"
+#include "methods/profile.h"
 #include "methods/settings.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   const size_t equals = text.find('=');
   if (equals == std::string_view::npos) return 0;
+  if (text.substr(0, equals) == "profile") {
+    try {
+      std::istringstream file{std::string(text.substr(equals + 1))};
+      scope::parse_profile(file, "fuzz");
+    } catch (const scope::Error& error) {
+      if (error.status() != scope::Status::format) std::abort();
+    }
+    return 0;
+  }
   scope::Settings settings;
   try {
     scope::set_setting(settings, text.substr(0, equals), text.substr(equals + 1));
