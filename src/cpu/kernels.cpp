@@ -41,8 +41,8 @@ constexpr int64_t kPanelVectors = L == 16 ? 4 : L == 8 ? 2 : 4;
 constexpr int64_t kPanel = kPanelVectors * L;
 static_assert(kKeyBlock % kPanel == 0 && kLanes % L == 0 && kPanel <= kMostPanel && L % LD == 0);
 
-// 2^x for x <= 0: degree-6 Chebyshev fit on [-1/2, 1/2], relative error 2e-8; below 2^-126 it is zero. NaN stays NaN.
-HWY_INLINE V exp2_nonpositive(V x) {
+// 2^x for x < 127: degree-6 Chebyshev fit on [-1/2, 1/2], relative error 2e-8; below 2^-126 it is zero. NaN stays NaN.
+HWY_INLINE V exp2_below_127(V x) {
   const V n = hn::Round(x);
   const V f = hn::Sub(x, n);
   V y = hn::Set(df, 0x1.446c7ep-13f);
@@ -347,7 +347,7 @@ void softmax(float* s, int64_t stride, int64_t rows, int64_t n, float unit, floa
     const V shift = hn::Set(df, base);
     V sum = hn::Zero(df);
     for (int64_t j = 0; j < padded; j += L) {
-      const V p = exp2_nonpositive(hn::Sub(hn::LoadU(df, s + j), shift));
+      const V p = exp2_below_127(hn::Sub(hn::LoadU(df, s + j), shift));
       hn::StoreU(p, df, s + j);
       sum = hn::Add(sum, p);
     }
@@ -423,7 +423,7 @@ HWY_INLINE void bin_vector(V x, float high, float per_bin, int32_t last, int32_t
   const V place = hn::Min(hn::Mul(below, hn::Set(df, per_bin)), hn::Set(df, static_cast<float>(last)));
   hn::StoreU(hn::ConvertTo(di, place), di, bins);
   if (mass != nullptr) {
-    hn::StoreU(exp2_nonpositive(hn::Mul(hn::Neg(below), hn::Set(df, 1.44269504f))), df, mass);
+    hn::StoreU(exp2_below_127(hn::Mul(hn::Neg(below), hn::Set(df, 1.44269504f))), df, mass);
   }
 }
 
@@ -444,18 +444,57 @@ void bin(const float* row, int64_t n, float high, float per_bin, int32_t last, i
   }
 }
 
-void exp(float* x, int64_t n) {
-  const auto of = [](V v) HWY_ATTR {
-    const V below = exp2_nonpositive(hn::Mul(hn::Neg(hn::Abs(v)), hn::Set(df, 1.44269504f)));
-    return hn::IfThenElse(hn::Gt(v, hn::Zero(df)), hn::Div(hn::Set(df, 1.0f), below), below);
-  };
-  int64_t j = 0;
-  for (; j + L <= n; j += L) hn::StoreU(of(hn::LoadU(df, x + j)), df, x + j);
-  if (j == n) return;
-  HWY_ALIGN float tail[L] = {};
-  std::copy(x + j, x + n, tail);
-  hn::Store(of(hn::Load(df, tail)), df, tail);
-  std::copy_n(tail, n - j, x + j);
+void moments(const float* v, const float* mean, int64_t depth, float* moments) {
+  V square = hn::Zero(df), apart = hn::Zero(df), spread = hn::Zero(df);
+  for (int64_t c = 0; c < depth; c += L) {
+    const V x = hn::LoadU(df, v + c);
+    const V away = hn::Sub(x, hn::LoadU(df, mean + c));
+    square = hn::MulAdd(x, x, square);
+    apart = hn::MulAdd(x, away, apart);
+    spread = hn::MulAdd(away, away, spread);
+  }
+  moments[0] = hn::GetLane(hn::SumOfLanes(df, square));
+  moments[1] = 2 * hn::GetLane(hn::SumOfLanes(df, apart));
+  moments[2] = hn::GetLane(hn::SumOfLanes(df, spread));
+}
+
+// One vector of columns; false, and nothing added, if f32 does not hold a sum.
+HWY_INLINE bool excess_vector(const float* HWY_RESTRICT s, int64_t stride, int64_t rows, int64_t columns, float scale,
+                              const float* centre, const float* HWY_RESTRICT apart, const float* HWY_RESTRICT square,
+                              double* sums) {
+  constexpr int64_t kChunk = 32;  // rows between additions in f64
+  HWY_ALIGN float part[L];
+  double total[L] = {};
+  for (int64_t first = 0; first < rows; first += kChunk) {
+    V sum = hn::Zero(df);
+    for (int64_t t = first; t < HWY_MIN(rows, first + kChunk); ++t) {
+      const V exponent = hn::Sub(hn::Mul(hn::LoadU(df, s + t * stride), hn::Set(df, scale)), hn::LoadU(df, centre));
+      const V x = hn::Sub(exp2_below_127(hn::Min(hn::Mul(exponent, hn::Set(df, 1.44269504f)), hn::Set(df, 126.0f))),
+                          hn::Set(df, 1.0f));
+      sum = hn::MulAdd(x, hn::MulAdd(x, hn::Set(df, square[t]), hn::Set(df, apart[t])), sum);
+    }
+    hn::Store(sum, df, part);
+    for (int64_t c = 0; c < L; ++c) total[c] += static_cast<double>(part[c]);
+  }
+  for (int64_t c = 0; c < columns; ++c) {
+    if (!std::isfinite(total[c])) return false;
+  }
+  for (int64_t c = 0; c < columns; ++c) sums[c] += total[c];
+  return true;
+}
+
+void excess(const float* s, int64_t stride, int64_t rows, int64_t columns, float scale, const float* centre,
+            const float* apart, const float* square, double* sums) {
+  for (int64_t c = 0; c < columns; c += L) {
+    const int64_t n = HWY_MIN(L, columns - c);
+    if (excess_vector(s + c, stride, rows, n, scale, centre + c, apart, square, sums + c)) continue;
+    for (int64_t t = 0; t < rows; ++t) {
+      for (int64_t i = c; i < c + n; ++i) {
+        const double x = std::expm1(HWY_MIN(static_cast<double>(s[t * stride + i] * scale - centre[i]), 350.0));
+        sums[i] += x * (static_cast<double>(apart[t]) + x * static_cast<double>(square[t]));
+      }
+    }
+  }
 }
 
 void above(const float* row, int64_t n, float threshold, uint32_t* words) {
@@ -507,8 +546,8 @@ bool all_within(const RowsView& src, const int32_t* rows, int64_t count, float l
 #define SCOPE_NAME "portable"
 #endif
 
-const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack, dot, dot_wide, accumulate,
-                          argmax,     add,    lookup,    min_max,   bin,  exp, above,    all_within};
+const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack,    dot,    dot_wide, accumulate, argmax,
+                          add,        lookup, min_max,   bin,       moments, excess, above,    all_within};
 
 void pack_q_f32(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* out, int64_t stride) {
   base.load_rows(src, rows, count, static_cast<float*>(out), stride);

@@ -47,8 +47,12 @@ struct Kernels {
   void (*min_max)(const float* row, int64_t n, float* low, float* high);
   // bins[j] = min(int((high - row[j]) * per_bin), last); when mass is given, mass[j] = exp(row[j] - high).
   void (*bin)(const float* row, int64_t n, float high, float per_bin, int32_t last, int32_t* bins, float* mass);
-  // exp of each, in place, for |x| < 87; 0 below.
-  void (*exp)(float* x, int64_t n);
+  // moments[0..2] = v.v, 2 v.(v - mean), |v - mean|^2, over `depth` channels (a multiple of kLanes).
+  void (*moments)(const float* v, const float* mean, int64_t depth, float* moments);
+  // sums[c] += sum over rows t of x (apart[t] + x square[t]), x = e^(scale s[t, c] - centre[c]) - 1. s [rows, stride] and
+  // centre are readable up to the next multiple of the lanes; an exponent counts for 350 at most.
+  void (*excess)(const float* s, int64_t stride, int64_t rows, int64_t columns, float scale, const float* centre,
+                 const float* apart, const float* square, double* sums);
   // Bits of row[j] > threshold into words [ceil(n / 32)].
   void (*above)(const float* row, int64_t n, float threshold, uint32_t* words);
   // Whether every |x| <= limit; false for NaN.

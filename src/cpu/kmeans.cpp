@@ -42,7 +42,6 @@ KMeansWork::KMeansWork(Arena arena, const Exec& exec, int64_t count, int64_t dim
   penalty = arena.take<float>(padded_clusters);
   points = arena.take<float>(threads * kRowsPerChunk * row_stride);
   strip = arena.take<float>(threads * kStrip * padded_clusters);
-  row = arena.take<float>(threads * row_stride);
   block_sum = arena.take<float>(threads * row_stride);
   sum = arena.take<double>(threads * row_stride);
   sample = arena.take<int32_t>(count);
@@ -72,38 +71,34 @@ void assign(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool
   });
 }
 
-namespace {
-
-// Counting sort of positions by label: ascending within a label, so every sum below has one fixed order.
-void sort_by_label(const KMeansArgs& args, int64_t count) {
-  std::fill_n(args.sizes, args.clusters, 0);
-  for (int64_t i = 0; i < count; ++i) ++args.sizes[args.labels[i]];
-  args.offsets[0] = 0;
-  for (int64_t c = 0; c < args.clusters; ++c) args.offsets[c + 1] = args.offsets[c] + args.sizes[c];
-  for (int64_t i = 0; i < count; ++i) args.order[args.offsets[args.labels[i]]++] = static_cast<int32_t>(i);
-  for (int64_t c = args.clusters; c > 0; --c) args.offsets[c] = args.offsets[c - 1];
-  args.offsets[0] = 0;
+void sort_by_label(const int32_t* labels, int64_t count, int64_t clusters, int32_t* sizes, int32_t* order,
+                   int64_t* offsets) {
+  std::fill_n(sizes, clusters, 0);
+  for (int64_t i = 0; i < count; ++i) ++sizes[labels[i]];
+  offsets[0] = 0;
+  for (int64_t c = 0; c < clusters; ++c) offsets[c + 1] = offsets[c] + sizes[c];
+  for (int64_t i = 0; i < count; ++i) order[offsets[labels[i]]++] = static_cast<int32_t>(i);
+  for (int64_t c = clusters; c > 0; --c) offsets[c] = offsets[c - 1];
+  offsets[0] = 0;
 }
 
-}  // namespace
-
 void update(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole, const int32_t* rows, int64_t count) {
-  sort_by_label(args, count);
+  sort_by_label(args.labels, count, args.clusters, args.sizes, args.order, args.offsets);
   exec.pool->run(args.clusters, [&](int64_t c, int thread) {
     const int64_t begin = args.offsets[c], end = args.offsets[c + 1];
     if (begin == end) return;  // an empty cluster keeps its centroid
-    float* row = at.row + thread * at.row_stride;
+    float* points = at.points + thread * kRowsPerChunk * at.row_stride;
+    int32_t tokens[kSumBlock];
     float* block_sum = at.block_sum + thread * at.row_stride;
     double* sum = at.sum + thread * at.row_stride;
     std::fill_n(sum, args.depth, 0.0);
     for (int64_t block = begin; block < end; block += kSumBlock) {
+      const int64_t n = std::min(kSumBlock, end - block);
+      for (int64_t i = 0; i < n; ++i) tokens[i] = rows[args.order[block + i]];
+      exec.kernels->load_rows(args.points, tokens, n, points, at.row_stride);
+      if (!whole) keep_channels(args, points, at.row_stride, n);
       std::fill_n(block_sum, args.depth, 0.0f);
-      for (int64_t i = block; i < std::min(block + kSumBlock, end); ++i) {
-        const int32_t token = rows[args.order[i]];
-        exec.kernels->load_rows(args.points, &token, 1, row, at.row_stride);
-        if (!whole) keep_channels(args, row, at.row_stride, 1);
-        exec.kernels->add(row, args.depth, block_sum);
-      }
+      for (int64_t i = 0; i < n; ++i) exec.kernels->add(points + i * at.row_stride, args.depth, block_sum);
       for (int64_t k = 0; k < args.depth; ++k) sum[k] += static_cast<double>(block_sum[k]);
     }
     const auto members = static_cast<double>(end - begin);
@@ -114,9 +109,9 @@ void update(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool
 void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole) {
   for (int64_t c = 0; c < args.clusters; ++c) {
     const int32_t token = args.rows[args.random.index(static_cast<uint64_t>(c), args.count)];
-    exec.kernels->load_rows(args.points, &token, 1, at.row, at.row_stride);
-    if (!whole) keep_channels(args, at.row, at.row_stride, 1);
-    std::copy_n(at.row, args.depth, args.centroids + c * args.depth);
+    exec.kernels->load_rows(args.points, &token, 1, at.points, at.row_stride);
+    if (!whole) keep_channels(args, at.points, at.row_stride, 1);
+    std::copy_n(at.points, args.depth, args.centroids + c * args.depth);
   }
 }
 

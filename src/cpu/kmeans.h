@@ -11,7 +11,6 @@ struct KMeansWork {
   float* penalty;    // [padded_clusters] what a direction's product is lowered by; +inf on padding
   float* points;     // [threads, rows of a chunk, row_stride]
   float* strip;      // [threads, kStrip, padded_clusters]
-  float* row;        // [threads, padded dim] for the update
   float* block_sum;  // [threads, row_stride]
   double* sum;       // [threads, depth]
   int32_t* sample;   // [count] positions in `rows`
@@ -26,6 +25,8 @@ void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const KMea
 void pack_directions(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, const float* directions);
 // Labels of the tokens rows[i], i in [0, count): the highest, ties to the lowest index.
 void assign(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole, const int32_t* rows, int64_t count);
+// Positions in `order` by label, ascending within one, so that every sum over a cluster has one order.
+void sort_by_label(const int32_t* labels, int64_t count, int64_t clusters, int32_t* sizes, int32_t* order, int64_t* offsets);
 // Sizes, order and offsets from the labels, and every centroid the mean of its tokens; an empty one stays.
 void update(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool whole, const int32_t* rows, int64_t count);
 

@@ -29,6 +29,16 @@ namespace cpu {
 
 namespace {
 
+// Writes 32 bits of positions [first, first + 32) of `count` at the tokens they stand for.
+void place_word(uint32_t* mask, const int32_t* rows, int64_t count, int64_t first, uint32_t word) {
+  const int64_t last = std::min(first + 31, count - 1);
+  if (rows[first] % 32 == 0 && rows[last] - rows[first] == last - first) {
+    mask[rows[first] / 32] |= word;
+    return;
+  }
+  for (; word != 0; word &= word - 1) set_mask_bit(mask, rows[first + std::countr_zero(word)]);
+}
+
 constexpr int64_t kBins = 1024;
 constexpr int64_t kRowBytes = 32 << 20;  // proxy rows that all threads together hold at a time
 constexpr int64_t kBinChunk = 512;       // keys whose bins and masses are computed at a time
@@ -351,7 +361,7 @@ class Selector {
 }  // namespace
 
 int64_t select_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups, int64_t codes) {
-  if (codes > 0) return select_codes_scratch(exec, groups, codes);
+  if (codes > 0) return select_codes_scratch(exec, tokens, groups, codes);
   int64_t bytes = 0;
   Layout(Arena(), exec, tokens, dim, groups, &bytes);
   return bytes;

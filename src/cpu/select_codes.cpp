@@ -1,44 +1,75 @@
 // select on the CPU for the rules that keep whole codes: each group ranks the codes, and a target is solved on the ranks.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "core/numeric.h"
-#include "cpu/kernels.h"
+#include "cpu/kmeans.h"
 #include "cpu/select.h"
 
 namespace scope::cpu {
 
 namespace {
 
-constexpr int64_t kChunk = 512;  // keys whose bits are made at a time
-
-struct Ranked {
-  double weight;  // infinite for a code that all keep
-  int32_t code;
-};
-
 struct Layout {
   int32_t* sizes;      // [codes] keys of each code
+  int32_t* tokens;     // [count] the keys' tokens, by code
+  int64_t* offsets;    // [codes + 1] where each code starts there
   int32_t* order;      // [groups, codes] codes as the group keeps them: those that all keep, then by weight, then by error
   int32_t* kept_keys;  // [groups, codes] keys up to and with each
   int32_t* keys;       // [groups, codes] the same where all are by weight
   double* mass;        // [groups, codes] share of the weight up to and with each by weight; 0 for those that all keep
-  Ranked* ranked;      // [threads, codes]
-  float* kept;         // [threads, codes] 1 or 0
+  int32_t* tried;      // [3, groups] codes kept at the bounds of the solver's bracket and between them
+  double* weights;     // [threads, codes] what a group sorts by; infinite for a code that all keep
+  uint64_t* room;      // [threads, 2, codes] for sorting
 
-  Layout(Arena arena, const Exec& exec, int64_t groups, int64_t codes, int64_t* bytes = nullptr) {
+  Layout(Arena arena, const Exec& exec, int64_t count, int64_t groups, int64_t codes, int64_t* bytes = nullptr) {
     const int64_t threads = exec.pool->threads();
     sizes = arena.take<int32_t>(codes);
+    tokens = arena.take<int32_t>(count);
+    offsets = arena.take<int64_t>(codes + 1);
     order = arena.take<int32_t>(groups * codes);
     kept_keys = arena.take<int32_t>(groups * codes);
     keys = arena.take<int32_t>(groups * codes);
     mass = arena.take<double>(groups * codes);
-    ranked = arena.take<Ranked>(threads * codes);
-    kept = arena.take<float>(threads * codes);
+    tried = arena.take<int32_t>(3 * groups);
+    weights = arena.take<double>(threads * codes);
+    room = arena.take<uint64_t>(threads * 2 * codes);
     if (bytes != nullptr) *bytes = arena.used();
   }
 };
+
+// Codes by descending weight, then ascending. A radix sort by the weights' upper halves, which order all but those within
+// 1e-6 of one another, and insertion for these: every group sorts all codes.
+void sort_by_weight(const double* weights, int64_t n, uint64_t* room, int32_t* order) {
+  uint64_t* from = room;
+  uint64_t* to = room + n;
+  int32_t places[4][256] = {};
+  for (int64_t r = 0; r < n; ++r) {
+    const auto bits = static_cast<uint32_t>(std::bit_cast<uint64_t>(weights[r]) >> 32);
+    const uint32_t key = bits >> 31 != 0 ? bits : ~bits & 0x7fffffffu;  // ascending as weights descend
+    for (int d = 0; d < 4; ++d) ++places[d][key >> (8 * d) & 255];
+    from[r] = uint64_t{key} << 32 | static_cast<uint64_t>(r);
+  }
+  for (int d = 0; d < 4; ++d) {
+    int32_t before = 0;
+    for (int32_t& place : places[d]) before += std::exchange(place, before);
+    for (int64_t i = 0; i < n; ++i) to[places[d][from[i] >> (32 + 8 * d) & 255]++] = from[i];
+    std::swap(from, to);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const auto code = static_cast<int32_t>(from[i]);
+    int64_t at = i;
+    for (; at > 0; --at) {
+      const int32_t other = order[at - 1];
+      if (weights[other] > weights[code] || (weights[other] == weights[code] && other < code)) break;
+      order[at] = other;
+    }
+    order[at] = code;
+  }
+}
 
 class CodeSelector {
  public:
@@ -47,24 +78,24 @@ class CodeSelector {
         args_(args),
         codes_(args.proxy.codes),
         blocks_(args.rule == Rule::blocks_topk || args.rule == Rule::blocks_cdf),
-        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.groups, args.proxy.codes) {}
+        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.count, args.proxy.groups, args.proxy.codes) {}
 
   void run() {
     const Proxy& proxy = args_.proxy;
-    std::fill_n(at_.sizes, codes_, 0);
-    for (int64_t j = 0; j < proxy.count; ++j) ++at_.sizes[proxy.labels[j]];
+    sort_by_label(proxy.labels, proxy.count, codes_, at_.sizes, at_.tokens, at_.offsets);
+    for (int64_t i = 0; i < proxy.count; ++i) at_.tokens[i] = proxy.rows[at_.tokens[i]];
     for (int64_t r = 0; r < codes_; ++r) always_ += always(r) ? 1 : 0;
     *args_.head_budget = 0;
     const double most = args_.target / (args_.rule == Rule::error_aware ? 4 : 2);
     *args_.alpha_used = args_.target > 0 ? std::min(args_.alpha, most) : args_.alpha;
-    each_group([&](int64_t c, int thread) { rank(c, at_.ranked + thread * codes_); });
+    each_group([&](int64_t c, int thread) { rank(c, at_.weights + thread * codes_, at_.room + thread * 2 * codes_); });
     const double given = args_.rule == Rule::blocks_topk ? share(floor_share(args_.density, codes_)) : args_.rho;
     const double bound = args_.target > 0 ? solve() : given;
     *args_.rho_used = args_.target > 0 ? bound : args_.rho;
     std::fill_n(args_.counts, proxy.groups, 0);
     std::fill_n(args_.top_p, proxy.groups, 0);
     std::fill_n(args_.mask, proxy.groups * mask_words(proxy.k.tokens), 0u);
-    each_group([&](int64_t c, int thread) { emit(c, codes_kept(c, bound), at_.kept + thread * codes_); });
+    each_group([&](int64_t c, int) { emit(c, codes_kept(c, bound)); });
   }
 
  private:
@@ -75,16 +106,12 @@ class CodeSelector {
     });
   }
 
-  static bool heavier(const Ranked& a, const Ranked& b) {
-    return a.weight != b.weight ? a.weight > b.weight : a.code < b.code;
-  }
-
   // NaN is not similar.
   bool always(int64_t code) const { return blocks_ && !(static_cast<double>(args_.k_similarity[code]) > args_.similar); }
   bool keeps_all(int64_t c) const { return blocks_ && !(static_cast<double>(args_.q_similarity[c]) > args_.similar); }
   double share(int64_t codes) const { return static_cast<double>(codes) / static_cast<double>(codes_); }
 
-  void rank(int64_t c, Ranked* ranked) {
+  void rank(int64_t c, double* weights, uint64_t* room) {
     const float* scores = args_.proxy.tables + c * codes_;
     const auto counts = [&](int64_t r) { return blocks_ ? !always(r) : at_.sizes[r] > 0; };
     float high = -std::numeric_limits<float>::infinity();
@@ -93,42 +120,39 @@ class CodeSelector {
     }
     double total = 0;
     for (int64_t r = 0; r < codes_; ++r) {
-      ranked[r] = {always(r) ? std::numeric_limits<double>::infinity() : 0.0, static_cast<int32_t>(r)};
+      weights[r] = always(r) ? std::numeric_limits<double>::infinity() : 0.0;
       if (!counts(r)) continue;
       const double factor = blocks_ ? 1.0 : at_.sizes[r];
-      ranked[r].weight = factor * std::exp(static_cast<double>(scores[r]) - static_cast<double>(high));
-      total += ranked[r].weight;
+      weights[r] = factor * std::exp(static_cast<double>(scores[r]) - static_cast<double>(high));
+      total += weights[r];
     }
     require(std::isfinite(total), Status::non_finite, "proxy scores are not finite");
-    std::sort(ranked, ranked + codes_, heavier);
+    int32_t* order = at_.order + c * codes_;
+    sort_by_weight(weights, codes_, room, order);
     double mass = 0;
     int32_t keys = 0;
     for (int64_t r = 0; r < codes_; ++r) {
-      if (r >= always_) mass += ranked[r].weight;
-      keys += at_.sizes[ranked[r].code];
-      at_.order[c * codes_ + r] = ranked[r].code;
+      if (r >= always_) mass += weights[order[r]];
+      keys += at_.sizes[order[r]];
       at_.mass[c * codes_ + r] = total > 0 ? mass / total : 0.0;
       at_.keys[c * codes_ + r] = keys;
     }
-    if (args_.rule == Rule::error_aware) rank_by_error(c, ranked);
+    if (args_.rule == Rule::error_aware) rank_by_error(c, weights, room);
     keys = 0;
     for (int64_t r = 0; r < codes_; ++r) {
-      keys += at_.sizes[at_.order[c * codes_ + r]];
+      keys += at_.sizes[order[r]];
       at_.kept_keys[c * codes_ + r] = keys;
     }
   }
 
   int64_t guaranteed() const { return std::max<int64_t>(1, floor_share(*args_.alpha_used, codes_)); }
 
-  // The guaranteed codes stay where they are.
-  void rank_by_error(int64_t c, Ranked* ranked) {
-    const int64_t first = std::min(guaranteed(), codes_);
+  // The guaranteed codes stay first, in any order: all of them are kept.
+  void rank_by_error(int64_t c, double* weights, uint64_t* room) {
     int32_t* order = at_.order + c * codes_;
-    for (int64_t r = first; r < codes_; ++r) {
-      ranked[r] = {static_cast<double>(args_.errors[c * codes_ + order[r]]), order[r]};
-    }
-    std::sort(ranked + first, ranked + codes_, heavier);
-    for (int64_t r = first; r < codes_; ++r) order[r] = ranked[r].code;
+    std::copy_n(args_.errors + c * codes_, codes_, weights);
+    for (int64_t r = 0; r < std::min(guaranteed(), codes_); ++r) weights[order[r]] = std::numeric_limits<double>::infinity();
+    sort_by_weight(weights, codes_, room, order);
   }
 
   // How many codes of its order a group keeps when the rule compares with `bound`.
@@ -152,47 +176,57 @@ class CodeSelector {
     return always_ + std::clamp<int64_t>(kept, std::min<int64_t>(1, rest), rest);
   }
 
-  double density_at(double bound) const {
-    double kept = 0, queries = 0;
+  // Of `kept` codes per group.
+  double density_of(const int32_t* kept) const {
+    double keys = 0, queries = 0;
     for (int64_t c = 0; c < args_.proxy.groups; ++c) {
       if (args_.sizes[c] == 0) continue;
-      kept += static_cast<double>(args_.sizes[c]) * at_.kept_keys[c * codes_ + codes_kept(c, bound) - 1];
+      keys += static_cast<double>(args_.sizes[c]) * at_.kept_keys[c * codes_ + kept[c] - 1];
       queries += args_.sizes[c];
     }
-    return queries == 0 ? 0.0 : kept / queries / static_cast<double>(args_.proxy.count);
+    return queries == 0 ? 0.0 : keys / queries / static_cast<double>(args_.proxy.count);
   }
 
-  // The bound whose density is nearest to the target; 0 if even that keeps more.
+  // The bound whose density is nearest to the target; 0 if even that keeps more. A group that keeps the same at both ends of
+  // the bracket keeps it between them.
   double solve() const {
+    const int64_t groups = args_.proxy.groups;
+    int32_t* at_low = at_.tried;
+    int32_t* at_high = at_low + groups;
+    int32_t* at_middle = at_high + groups;
+    const auto try_bound = [&](double bound, int32_t* kept) {
+      for (int64_t c = 0; c < groups; ++c) kept[c] = args_.sizes[c] == 0 ? 0 : static_cast<int32_t>(codes_kept(c, bound));
+      return density_of(kept);
+    };
     double low = 0, high = 1;
-    if (density_at(low) >= args_.target) return low;
+    if (try_bound(low, at_low) >= args_.target) return low;
+    try_bound(high, at_high);
     for (int i = 0; i < 60; ++i) {
       const double middle = 0.5 * (low + high);
-      (density_at(middle) < args_.target ? low : high) = middle;
+      for (int64_t c = 0; c < groups; ++c) {
+        at_middle[c] = at_low[c] == at_high[c] ? at_low[c] : static_cast<int32_t>(codes_kept(c, middle));
+      }
+      const bool less = density_of(at_middle) < args_.target;
+      (less ? low : high) = middle;
+      std::swap(less ? at_low : at_high, at_middle);
     }
-    const double bound = args_.target - density_at(low) < density_at(high) - args_.target ? low : high;
+    const double bound = args_.target - density_of(at_low) < density_of(at_high) - args_.target ? low : high;
     if (args_.rule != Rule::blocks_topk) return bound;
     return share(std::max<int64_t>(1, static_cast<int64_t>(bound * static_cast<double>(codes_) + 1e-6)));
   }
 
   // The keys of the first `kept` codes.
-  void emit(int64_t c, int64_t kept, float* table) {
+  void emit(int64_t c, int64_t kept) {
     const Proxy& proxy = args_.proxy;
     args_.counts[c] = at_.kept_keys[c * codes_ + kept - 1];
-    std::fill_n(table, codes_, 0.0f);
-    for (int64_t r = 0; r < kept; ++r) table[at_.order[c * codes_ + r]] = 1.0f;
-    for (int64_t r = kept; r < codes_ && args_.dropped != nullptr; ++r) {
-      const int32_t code = at_.order[c * codes_ + r];
-      if (at_.sizes[code] > 0) set_mask_bit(args_.dropped + c * mask_words(codes_), code);
-    }
     uint32_t* mask = args_.mask + c * mask_words(proxy.k.tokens);
-    float bits[kChunk];
-    uint32_t words[kChunk / 32];
-    for (int64_t j = 0; j < proxy.count; j += kChunk) {
-      const int64_t n = std::min(kChunk, proxy.count - j);
-      exec_.kernels->lookup(table, codes_, 1, proxy.labels + j, n, bits);
-      exec_.kernels->above(bits, n, 0.5f, words);
-      for (int64_t w = 0; w < ceil_div(n, 32); ++w) place_word(mask, proxy.rows, proxy.count, j + 32 * w, words[w]);
+    for (int64_t r = 0; r < codes_; ++r) {
+      const int32_t code = at_.order[c * codes_ + r];
+      if (r < kept) {
+        for (int64_t i = at_.offsets[code]; i < at_.offsets[code + 1]; ++i) set_mask_bit(mask, at_.tokens[i]);
+      } else if (args_.dropped != nullptr && at_.sizes[code] > 0) {
+        set_mask_bit(args_.dropped + c * mask_words(codes_), code);
+      }
     }
   }
 
@@ -205,9 +239,9 @@ class CodeSelector {
 
 }  // namespace
 
-int64_t select_codes_scratch(const Exec& exec, int64_t groups, int64_t codes) {
+int64_t select_codes_scratch(const Exec& exec, int64_t count, int64_t groups, int64_t codes) {
   int64_t bytes = 0;
-  Layout(Arena(), exec, groups, codes, &bytes);
+  Layout(Arena(), exec, count, groups, codes, &bytes);
   return bytes;
 }
 
