@@ -41,7 +41,6 @@ const Limits kCpu = {
     .tail = 1e-5,
     .mean = 4e-6,
     .lse = 2e-6,
-    .rounds_centroids = false,
 };
 const Limits kCuda = {
     .dtypes = {DType::f16, DType::bf16},
@@ -63,7 +62,6 @@ const Limits kCuda = {
     .tail = 0x1p-7,  // weights are rounded to 16 bits
     .mean = 4e-6,
     .lse = 1e-5,
-    .rounds_centroids = true,
 };
 
 }  // namespace

@@ -30,8 +30,10 @@ struct Limits {
   double mean;                                // error of a centroid, relative to max(1, its size)
   double lse;                                 // error of a log-sum-exp, relative to 1 + its size
   // Unit roundoff to which an assignment holds centroids, once their mean is subtracted.
-  double centroid_rounding(DType dtype) const { return rounds_centroids ? (dtype == DType::f16 ? 0x1p-11 : 0x1p-8) : 0; }
-  bool rounds_centroids;
+  double centroid_rounding(const Exec& exec, DType dtype) const {
+    if (exec.device != nullptr) return dtype == DType::f16 ? 0x1p-11 : 0x1p-8;
+    return dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr ? 0x1p-8 : 0;
+  }
 };
 // Those of the backend that this process tests: the environment's SCOPE_BACKEND, cpu unless it says cuda.
 const Limits& limits();

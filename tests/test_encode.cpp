@@ -87,7 +87,7 @@ TEST(Encode, Differential) {
       SCOPED_TRACE(fmt::format("subspace {}", m));
       const int64_t depth = points[m].columns;
       reference::Matrix codebook(before.data() + place, args.codes, depth);
-      const reference::RoundedCentroids rounded(codebook, limits().centroid_rounding(at.dtype));
+      const reference::RoundedCentroids rounded(codebook, limits().centroid_rounding(at.exec, at.dtype));
       const int32_t* codes = ours.labels.data() + static_cast<int64_t>(m) * count;
       std::vector<int64_t> members(static_cast<size_t>(args.codes));
       for (int64_t j = 0; j < count; ++j) {

@@ -107,7 +107,7 @@ TEST(Group, Differential) {
       return;
     }
     const reference::Matrix centroids(before.data(), args.groups, dim);
-    const reference::RoundedCentroids rounded(centroids, limits().centroid_rounding(at.dtype));
+    const reference::RoundedCentroids rounded(centroids, limits().centroid_rounding(at.exec, at.dtype));
     for (int64_t i = 0; i < count; ++i) {
       const double* x = points.row(i);
       const int32_t label = ours.labels[rows[static_cast<size_t>(i)]], nearest = reference::nearest(x, centroids);
@@ -241,7 +241,7 @@ TEST(GroupOnDevice, MoreGroupsThanAGridHasInYAndZ) {
   const auto rows = all_rows(kManyGroups);
   const auto points = reference::gather(q.view(), nullptr, kManyGroups, nullptr, 16);
   const std::vector<float> start(points.data.begin(), points.data.end());
-  const reference::RoundedCentroids rounded(points, limits().centroid_rounding(DType::f16));
+  const reference::RoundedCentroids rounded(points, limits().centroid_rounding(machines().front().exec, DType::f16));
   GroupArgs args;
   args.q = q.view();
   args.rows = rows.data();

@@ -90,12 +90,12 @@ void expect_consistent(const KMeansArgs& args, const Result& ours) {
 }
 
 // The last step: labels nearest to `before`, centroids the means of exactly these labels.
-void expect_step(const Problem& problem, const std::vector<float>& before, const Result& ours) {
+void expect_step(const Exec& exec, const Problem& problem, const std::vector<float>& before, const Result& ours) {
   const KMeansArgs& args = problem.args;
   ASSERT_NO_FATAL_FAILURE(expect_consistent(args, ours));
   const auto points = problem.matrix();
   reference::Matrix centroids(before.data(), args.clusters, args.depth);
-  const reference::RoundedCentroids rounded(centroids, limits().centroid_rounding(args.points.dtype));
+  const reference::RoundedCentroids rounded(centroids, limits().centroid_rounding(exec, args.points.dtype));
   double largest = 0;
   for (int64_t c = 0; c < args.clusters; ++c) largest = std::max(largest, squared_norm(centroids.row(c), args.depth));
   for (int64_t i = 0; i < args.count; ++i) {
@@ -156,7 +156,7 @@ TEST(KMeans, DifferentialEveryStep) {
       before = Result(at.exec, problem.args, warm, at.poison).centres();
     }
     problem.args.iterations = steps;
-    expect_step(problem, before, Result(at.exec, problem.args, warm, at.poison));
+    expect_step(at.exec, problem, before, Result(at.exec, problem.args, warm, at.poison));
   });
 }
 
@@ -167,7 +167,7 @@ TEST(KMeans, AThousandClustersOverAllChannels) {
       Random random(10);
       Problem problem(random, dtype, 1500, 128, 1400, 128, 1000);
       problem.args.iterations = 1;
-      expect_step(problem, problem.start(), Result(exec, problem.args));
+      expect_step(exec, problem, problem.start(), Result(exec, problem.args));
     }
   });
 }
@@ -184,7 +184,7 @@ TEST(KMeans, WholeRunEqualsTheReference) {
     const Result ours(exec, problem.args);
     const auto points = problem.matrix();
     const auto want = reference::kmeans(points, reference::start_rows(points, 12, problem.args.random), 6);
-    const reference::RoundedCentroids rounded(want.centroids, limits().centroid_rounding(problem.args.points.dtype));
+    const reference::RoundedCentroids rounded(want.centroids, limits().centroid_rounding(exec, problem.args.points.dtype));
     for (int64_t i = 0; i < 300; ++i) {
       const double* x = points.row(i);  // near-ties between two centroids in one blob may go either way
       const int32_t label = want.labels[static_cast<size_t>(i)];
@@ -329,7 +329,7 @@ TEST(KMeans, NoInt16CastPast32768Tokens) {
   each_machine([](const Exec& exec) {
     Random random(8);
     Problem problem(random, DType::bf16, 40'000, 8, 39'000, 8, 3);
-    expect_step(problem, problem.start(), Result(exec, problem.args));
+    expect_step(exec, problem, problem.start(), Result(exec, problem.args));
   });
 }
 
@@ -339,7 +339,7 @@ TEST(KMeans, PaperSizes) {
   for (const int64_t depth : {128, 44}) {
     Random random(13);
     Problem problem(random, DType::bf16, 10'100, 128, 10'000, depth, depth == 128 ? 300 : 333);
-    expect_step(problem, problem.start(), Result(exec, problem.args));
+    expect_step(exec, problem, problem.start(), Result(exec, problem.args));
   }
 }
 
@@ -380,7 +380,7 @@ TEST(KMeans, BroadcastRows) {
     Random random(11);
     Problem problem(random, limits().finest, 60, 40, 60, 40, 7);
     problem.args.points.row_stride = 0;
-    expect_step(problem, problem.start(), Result(exec, problem.args));
+    expect_step(exec, problem, problem.start(), Result(exec, problem.args));
   });
 }
 

@@ -85,8 +85,8 @@ void make_directions(const Exec& exec, const Layout& at, const KMeansArgs& args,
 
 // One side's half of a round.
 void half_round(const Exec& exec, const Layout& at, const KMeansArgs& args, const float* others, int64_t count) {
-  const KMeansWork work(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.depth, args.depth,
-                        args.clusters);
+  KMeansWork work(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.depth, args.depth, args.clusters);
+  work.dots = dots_for(exec, args.points);
   make_directions(exec, at, args, others, count);
   pack_directions(exec, args, work, at.directions);
   assign(exec, args, work, true, args.rows, args.count);

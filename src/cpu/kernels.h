@@ -59,8 +59,8 @@ struct Kernels {
   bool (*all_within)(const RowsView& src, const int32_t* rows, int64_t count, float limit);
 };
 
-// The arithmetic of attend: f32 on every instruction set; bf16 dot products where the CPU has them. Packed q, k, v
-// and p are opaque to the caller; `element` is their size.
+// The arithmetic of attend: f32 on every instruction set; bf16 dot products where the CPU has them, with which K-means also
+// compares bf16 points and centroids. Packed q, k, v and p are opaque to the caller; `element` is their size.
 struct AttendKernels {
   const char* name;
   int64_t panel;
@@ -73,6 +73,7 @@ struct AttendKernels {
   // v rows into a block of [count, stride].
   void (*pack_v)(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* block, float* buffer,
                  int64_t stride);
+  // Of at most kStrip rows; columns are written up to the next multiple of the lanes.
   void (*dot)(const void* q, int64_t q_stride, int64_t rows, const void* panels, int64_t columns, int64_t depth, float* s,
               int64_t s_stride);
   // Online softmax of `rows` strips of n logits: with x = unit * s, the running maximum m and sum l are updated,

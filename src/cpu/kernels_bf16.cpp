@@ -85,24 +85,43 @@ SCOPE_BF16 inline __m512bh broadcast_pair(const uint16_t* from) {
   return (__m512bh)_mm512_set1_epi32(word);
 }
 
+template <int kRows, int kWidth>
+SCOPE_BF16 void dot_tile(const uint16_t* q, int64_t q_stride, const uint32_t* panel, int64_t depth, float* s,
+                         int64_t s_stride) {
+  __m512 sum[kRows][kWidth];
+  SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
+    SCOPE_UNROLL for (int v = 0; v < kWidth; ++v) sum[r][v] = _mm512_setzero_ps();
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    __m512bh b[kWidth];
+    SCOPE_UNROLL for (int v = 0; v < kWidth; ++v) b[v] = load_pairs(panel + k * kPanel + 16 * v);
+    SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const __m512bh x = broadcast_pair(q + r * q_stride + 2 * k);
+      SCOPE_UNROLL for (int v = 0; v < kWidth; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, b[v]);
+    }
+  }
+  SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
+    SCOPE_UNROLL for (int v = 0; v < kWidth; ++v) _mm512_storeu_ps(s + r * s_stride + 16 * v, sum[r][v]);
+  }
+}
+
+// Of the last panel only the vectors that hold columns.
 template <int kRows>
-SCOPE_BF16 void dot_rows(const uint16_t* q, int64_t q_stride, const uint32_t* panels, int64_t columns, int64_t depth,
-                         float* s, int64_t s_stride) {
-  for (int64_t first = 0; first < columns; first += kPanel, panels += depth * kPanel) {
-    __m512 sum[kRows][kVectors];
-    SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
-      SCOPE_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_setzero_ps();
-    }
-    for (int64_t k = 0; k < depth; ++k) {
-      __m512bh b[kVectors];
-      SCOPE_UNROLL for (int v = 0; v < kVectors; ++v) b[v] = load_pairs(panels + k * kPanel + 16 * v);
-      SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
-        const __m512bh x = broadcast_pair(q + r * q_stride + 2 * k);
-        SCOPE_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, b[v]);
-      }
-    }
-    SCOPE_UNROLL for (int r = 0; r < kRows; ++r) {
-      SCOPE_UNROLL for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(s + r * s_stride + first + 16 * v, sum[r][v]);
+void dot_rows(const uint16_t* q, int64_t q_stride, const uint32_t* panels, int64_t columns, int64_t depth, float* s,
+              int64_t s_stride) {
+  for (; columns > 0; columns -= kPanel, panels += depth * kPanel, s += kPanel) {
+    switch (std::min(kVectors, ceil_div(columns, int64_t{16}))) {
+      case 1:
+        dot_tile<kRows, 1>(q, q_stride, panels, depth, s, s_stride);
+        break;
+      case 2:
+        dot_tile<kRows, 2>(q, q_stride, panels, depth, s, s_stride);
+        break;
+      case 3:
+        dot_tile<kRows, 3>(q, q_stride, panels, depth, s, s_stride);
+        break;
+      default:
+        dot_tile<kRows, kVectors>(q, q_stride, panels, depth, s, s_stride);
     }
   }
 }

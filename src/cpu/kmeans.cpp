@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
@@ -45,11 +46,37 @@ KMeansWork::KMeansWork(Arena arena, const Exec& exec, int64_t count, int64_t dim
   block_sum = arena.take<float>(threads * row_stride);
   sum = arena.take<double>(threads * row_stride);
   sample = arena.take<int32_t>(count);
+  mean = arena.take<double>(depth);
+  rounded = arena.take<float>(clusters * depth);
+  numbers = arena.take<int32_t>(clusters);
   if (bytes != nullptr) *bytes = arena.used();
 }
 
+namespace {
+
+// What bf16 keeps of the directions once their mean is subtracted, which moves no argmax: a mean that all share would take
+// most of 8 bits.
+void round_directions(const KMeansArgs& args, const KMeansWork& at, const float* directions) {
+  std::fill_n(at.mean, args.depth, 0.0);
+  for (int64_t i = 0; i < args.clusters * args.depth; ++i) at.mean[i % args.depth] += static_cast<double>(directions[i]);
+  for (int64_t k = 0; k < args.depth; ++k) at.mean[k] /= static_cast<double>(args.clusters);
+  for (int64_t i = 0; i < args.clusters * args.depth; ++i) {
+    const auto apart = static_cast<float>(static_cast<double>(directions[i]) - at.mean[i % args.depth]);
+    at.rounded[i] = bf16_to_f32(f32_to_bf16(apart));
+  }
+}
+
+}  // namespace
+
 void pack_directions(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, const float* directions) {
-  exec.kernels->pack(directions, args.depth, args.clusters, args.depth, at.panels);
+  if (at.dots == nullptr) {
+    exec.kernels->pack(directions, args.depth, args.clusters, args.depth, at.panels);
+  } else {
+    round_directions(args, at, directions);
+    std::iota(at.numbers, at.numbers + args.clusters, 0);
+    at.dots->pack_k(*exec.kernels, {at.rounded, DType::f32, args.clusters, args.depth, args.depth}, at.numbers,
+                    args.clusters, at.panels, at.points, at.row_stride);
+  }
   std::fill_n(at.penalty, args.clusters, 0.0f);
   std::fill(at.penalty + args.clusters, at.penalty + at.padded_clusters, std::numeric_limits<float>::infinity());
 }
@@ -60,12 +87,21 @@ void assign(const Exec& exec, const KMeansArgs& args, const KMeansWork& at, bool
     const int64_t n = std::min(kRowsPerChunk, count - first);
     float* points = at.points + thread * kRowsPerChunk * at.row_stride;
     float* strip = at.strip + thread * kStrip * at.padded_clusters;
-    exec.kernels->load_rows(args.points, rows + first, n, points, at.row_stride);
-    if (!whole) keep_channels(args, points, at.row_stride, n);
+    if (at.dots != nullptr) {
+      at.dots->pack_q(*exec.kernels, args.points, rows + first, n, points, at.row_stride);
+    } else {
+      exec.kernels->load_rows(args.points, rows + first, n, points, at.row_stride);
+      if (!whole) keep_channels(args, points, at.row_stride, n);
+    }
     for (int64_t i = 0; i < n; i += kStrip) {
       const int64_t height = std::min(kStrip, n - i);
-      exec.kernels->dot(points + i * at.row_stride, at.row_stride, height, at.panels, args.clusters, args.depth, strip,
-                        at.padded_clusters);
+      if (at.dots != nullptr) {
+        at.dots->dot(reinterpret_cast<std::byte*>(points) + i * at.row_stride * at.dots->element, at.row_stride, height,
+                     at.panels, args.clusters, args.depth, strip, at.padded_clusters);
+      } else {
+        exec.kernels->dot(points + i * at.row_stride, at.row_stride, height, at.panels, args.clusters, args.depth, strip,
+                          at.padded_clusters);
+      }
       exec.kernels->argmax(strip, at.padded_clusters, height, args.clusters, at.penalty, args.labels + first + i);
     }
   });
@@ -117,16 +153,17 @@ void start_from_random_rows(const Exec& exec, const KMeansArgs& args, const KMea
 
 namespace {
 
-// Half the squared length: argmax of x . c - |c|^2 / 2 is the nearest centroid.
+// Half the squared length: argmax of x . c - |c|^2 / 2 is the nearest centroid. Of a rounded centroid m + r, compared by r
+// alone, it is m . r + |r|^2 / 2.
 void pack_centroids(const Exec& exec, const KMeansArgs& args, const KMeansWork& at) {
   pack_directions(exec, args, at, args.centroids);
   for (int64_t c = 0; c < args.clusters; ++c) {
-    double norm = 0;
+    double half = 0;
     for (int64_t i = 0; i < args.depth; ++i) {
-      const double x = args.centroids[c * args.depth + i];
-      norm += x * x;
+      const double x = (at.dots == nullptr ? args.centroids : at.rounded)[c * args.depth + i];
+      half += x * (0.5 * x + (at.dots == nullptr ? 0.0 : at.mean[i]));
     }
-    at.penalty[c] = static_cast<float>(0.5 * norm);
+    at.penalty[c] = static_cast<float>(half);
   }
 }
 
@@ -152,9 +189,9 @@ int64_t kmeans_scratch(const Exec& exec, int64_t count, int64_t dim, int64_t clu
 
 void kmeans(const Exec& exec, const KMeansArgs& given) {
   KMeansArgs args = given;
-  const KMeansWork at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.points.dim, args.depth,
-                      args.clusters);
+  KMeansWork at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.points.dim, args.depth, args.clusters);
   const bool whole = is_run(args);
+  if (whole) at.dots = dots_for(exec, args.points);
   if (whole) {
     args.points.data = args.points.row(0) + args.channels[0] * dtype_bytes(args.points.dtype);
     args.points.dim = args.depth;
