@@ -170,7 +170,8 @@ def outputs(load, page):
     """Paths and texts; `page` is docs/video_report.md as it is, of which only the parts between the marks are replaced."""
     gpu, long = load("video_gpu.json"), load("video_gpu_720p.json")
     try:
-        cpu = suite("video_cpu.json", load("video_cpu.json"))
+        data = load("video_cpu.json")
+        cpu = suite("video_cpu.json", data) + "\n### What a step is made of, in ms\n\n" + composition("video_cpu.json", data)
     except FileNotFoundError:
         cpu = "Not part of the committed figures: the suite takes hours there. `make report BACKEND=cpu` adds it.\n"
     for part, text in (("suite", suite("video_gpu.json", gpu)), ("cpu", cpu), ("720p", composition("video_gpu_720p.json", long))):
