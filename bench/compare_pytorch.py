@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python" / "scope_att
 import _c_api as api  # noqa: E402
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--library", dest="libscope", required=True)
+parser.add_argument("--libscope", required=True)
 parser.add_argument("--heads", type=int, default=4)
 parser.add_argument("--tokens", type=int, default=8192)
 parser.add_argument("--dim", type=int, default=128)
@@ -26,7 +26,7 @@ parser.add_argument("--json")
 parser.add_argument("--commit", default="")
 options = parser.parse_args()
 torch.set_num_threads(options.threads)
-library = api.Library(options.libscope)
+libscope = api.LibScope(options.libscope)
 cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
 result = {"machine": {"cpu": cpu, "threads": options.threads, "torch": torch.__version__}, "commit": options.commit,
           "shape": {"heads": options.heads, "tokens": options.tokens, "dim": options.dim}, "repeat": options.repeat, "rows": []}
@@ -34,7 +34,7 @@ torch.manual_seed(0)
 for name, dtype, code in (("f32", torch.float32, api.F32), ("bf16", torch.bfloat16, api.BF16)):
     q, k, v = (torch.randn(1, options.heads, options.tokens, options.dim).to(dtype) for _ in range(3))
     out = torch.full_like(q, float("nan"))
-    plan = library.plan("dense", threads=options.threads, batch=1, heads=options.heads, q_tokens=options.tokens,
+    plan = libscope.plan("dense", threads=options.threads, batch=1, heads=options.heads, q_tokens=options.tokens,
                         k_tokens=options.tokens, dim=options.dim, dtype=code)
     arguments = {key: api.Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
                  for key, x in dict(q=q, k=k, v=v, out=out).items()}

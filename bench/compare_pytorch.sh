@@ -9,4 +9,4 @@ if [ ! -x build/torch/bin/python ]; then
   python3 -m venv build/torch
   build/torch/bin/pip install -q torch==2.13.0 numpy
 fi
-build/torch/bin/python bench/compare_pytorch.py --library build/demo/libscope.so "$@"
+build/torch/bin/python bench/compare_pytorch.py --libscope build/demo/libscope.so "$@"

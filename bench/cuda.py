@@ -1,6 +1,6 @@
 """Times SCOPE on a GPU against PyTorch's cuDNN and FlashAttention-2 SDPA on the same tensors in one process; writes JSON.
 
-    python3 bench/cuda.py --library build/cuda/libscope.so --command build/cuda/bin/scope --json bench/results/h200.json
+    python3 bench/cuda.py --libscope build/cuda/libscope.so --command build/cuda/bin/scope --json bench/results/h200.json
 
 q, k, v come from the bundled video model at Wan's 720p grid and from `scope make-qkv`; heads are repeated to the model's count.
 """
@@ -98,9 +98,9 @@ def last_bits(tokens, text):
 class Scope:
     """One plan on the GPU with its memory; call() launches on the current stream."""
 
-    def __init__(self, library, q, k, v, method, settings, rope, text=0, selection=False):
+    def __init__(self, libscope, q, k, v, method, settings, rope, text=0, selection=False):
         batch, heads, tokens, dim = q.shape
-        self.plan = library.plan(method, settings, gpu=torch.cuda.current_device(), batch=batch, heads=heads, q_tokens=tokens,
+        self.plan = libscope.plan(method, settings, gpu=torch.cuda.current_device(), batch=batch, heads=heads, q_tokens=tokens,
                                  k_tokens=k.shape[2], dim=dim, dtype=api.BF16 if q.dtype == torch.bfloat16 else api.F16,
                                  rope=rope, dense_queries=int(text > 0))
         info = self.plan.info
@@ -172,7 +172,7 @@ def padding(scope, rows):
     return ((torch.ceil(sizes / rows) * rows * counts).sum() / (sizes * counts).sum()).item()
 
 
-def compare(library, name, tensors, rope, densities, options, text=0, long=True, methods=()):
+def compare(libscope, name, tensors, rope, densities, options, text=0, long=True, methods=()):
     """Every variant of `scope` at each density; with `methods`, those instead, each solved for the density."""
     q, k, v = tensors
     heads, tokens, dim = q.shape[1:]
@@ -204,7 +204,7 @@ def compare(library, name, tensors, rope, densities, options, text=0, long=True,
     if long:
         row("PyTorch FlashAttention-2", peer(SDPBackend.FLASH_ATTENTION))
     for kernel in ("wgmma", "portable") if long else ("wgmma",):
-        dense = Scope(library, q, k, v, "dense", {"kernel": kernel}, rope)
+        dense = Scope(libscope, q, k, v, "dense", {"kernel": kernel}, rope)
         row(f"dense, {kernel}", median_ms(dense.call, options.repeat, 1))
         del dense
     for density in densities:
@@ -222,7 +222,7 @@ def compare(library, name, tensors, rope, densities, options, text=0, long=True,
         for label, method, settings in variants:
             if not methods:
                 settings = {**settings, "density": density}
-            scope = Scope(library, q, k, v, method, settings, rope, text, selection=True)
+            scope = Scope(libscope, q, k, v, method, settings, rope, text, selection=True)
             scope.call(first=True)
             first_ms = median_ms(lambda: scope.call(first=True), 3, 1) if methods or (long and label == "scope, rule=target") else None
             scope.call(first=True)
@@ -241,7 +241,7 @@ def compare(library, name, tensors, rope, densities, options, text=0, long=True,
             del scope
     if long and not text and not methods:
         # The same call on [batch, tokens, heads, dim] memory.
-        scope = Scope(library, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), "scope",
+        scope = Scope(libscope, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), "scope",
                       {"rule": "target", "density": densities[0]}, rope)
         scope.call(first=True)
         ms = median_ms(scope.call, options.repeat)
@@ -252,7 +252,7 @@ def compare(library, name, tensors, rope, densities, options, text=0, long=True,
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", dest="libscope", required=True, help="libscope.so built with CUDA")
+    parser.add_argument("--libscope", required=True, help="libscope.so built with CUDA")
     parser.add_argument("--command", required=True, help="the scope command, for make-qkv")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--parts", default="video,synthetic,hunyuan,dim64,sweep,methods")
@@ -260,7 +260,7 @@ def main():
     parser.add_argument("--json")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    library = api.Library(options.libscope)
+    libscope = api.LibScope(options.libscope)
     densities = [float(x) for x in options.densities.split(",")]
     clocks = subprocess.run(["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.sm,clocks.mem", "--format=csv,noheader"],
                             capture_output=True, text=True).stdout.strip()
@@ -275,34 +275,34 @@ def main():
     wan, wan_rope = (21, 45, 80), (44, 42, 42)
     parts = options.parts.split(",")
     if "video" in parts:
-        result["cases"].append(compare(library, "video model, Wan 720p", video_model(wan, 40), wan_rope, densities, options))
+        result["cases"].append(compare(libscope, "video model, Wan 720p", video_model(wan, 40), wan_rope, densities, options))
         save()
     if "synthetic" in parts:
         tensors = synthetic(options.command, wan, wan_rope, 40, 8)
-        result["cases"].append(compare(library, "synthetic, Wan 720p", tensors, wan_rope, densities, options))
+        result["cases"].append(compare(libscope, "synthetic, Wan 720p", tensors, wan_rope, densities, options))
         save()
         del tensors
     if "hunyuan" in parts:
         tensors = with_text(synthetic(options.command, (33, 45, 80), (16, 56, 56), 24, 6), 256)
-        result["cases"].append(compare(library, "synthetic, HunyuanVideo 720p", tensors, (16, 56, 56), densities, options, text=256))
+        result["cases"].append(compare(libscope, "synthetic, HunyuanVideo 720p", tensors, (16, 56, 56), densities, options, text=256))
         save()
         del tensors
     if "dim64" in parts:
         rope = (24, 20, 20)
         tensors = synthetic(options.command, wan, rope, 40, 8)
-        result["cases"].append(compare(library, "synthetic, 21x45x80, dim 64", tensors, rope, densities, options))
+        result["cases"].append(compare(libscope, "synthetic, 21x45x80, dim 64", tensors, rope, densities, options))
         save()
         del tensors
     if "sweep" in parts:
         for grid in ((5, 20, 20), (10, 20, 40), (16, 32, 32), (21, 30, 52), (21, 45, 80)):
             tensors = synthetic(options.command, grid, wan_rope, 40, 8)
             name = f"synthetic, {'x'.join(map(str, grid))}"
-            result["sweep"].append(compare(library, name, tensors, wan_rope, [0.05, 0.1, 0.2, 0.3, 0.5], options, long=False))
+            result["sweep"].append(compare(libscope, name, tensors, wan_rope, [0.05, 0.1, 0.2, 0.3, 0.5], options, long=False))
             save()
     if "methods" in parts:
         for name, tensors in (("video model, Wan 720p", lambda: video_model(wan, 40)),
                               ("synthetic, Wan 720p", lambda: synthetic(options.command, wan, wan_rope, 40, 8))):
-            result["methods"].append(compare(library, name, tensors(), wan_rope, densities, options, long=False, methods=METHODS))
+            result["methods"].append(compare(libscope, name, tensors(), wan_rope, densities, options, long=False, methods=METHODS))
             save()
     print("\nclocks after the run:", subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
                                                      "--format=csv,noheader"], capture_output=True, text=True).stdout.strip())

@@ -228,7 +228,7 @@ def gpu_benchmarks(name, data):
                  f"Groups padded to whole tiles would do {sparse['padding_64']:.2f} times the useful work at 64 rows and {sparse['padding_128']:.2f} at 128.\n"]
     text.append(gpu_source(name, data))
     text += gpu_methods("h200_methods.json", load("h200_methods.json"))
-    text.append("Run it: `python3 bench/cuda.py --library build/cuda/libscope.so --command build/cuda/bin/scope`. What was tried on the way to these "
+    text.append("Run it: `python3 bench/cuda.py --libscope build/cuda/libscope.so --command build/cuda/bin/scope`. What was tried on the way to these "
                 "figures: [cuda.md](cuda.md). When it pays: [when_it_pays.md](when_it_pays.md).\n")
     return "\n".join(text)
 

@@ -50,7 +50,7 @@ class ScopeError(RuntimeError):
         self.status = status
 
 
-class Library:
+class LibScope:
     """libscope.so, with every status checked."""
 
     VERSION = "0.1.0"
@@ -75,25 +75,25 @@ class Library:
 class Plan:
     """A context, a method and a plan. On the CPU it has a workspace of its own; a GPU caller brings device memory."""
 
-    def __init__(self, library, method, settings, threads, gpu, shape):
-        self.scope, lib = library, library.lib
+    def __init__(self, libscope, method, settings, threads, gpu, shape):
+        self.libscope, lib = libscope, libscope.lib
         self.context, self.method, self.handle = c.c_void_p(), c.c_void_p(), c.c_void_p()
         if gpu is None:
-            library.check(lib.scope_context_create(threads, None, c.byref(self.context)))
+            libscope.check(lib.scope_context_create(threads, None, c.byref(self.context)))
         else:
-            library.check(lib.scope_context_create_cuda(gpu, c.byref(self.context)))
-        library.check(lib.scope_method_create(method.encode(), c.byref(self.method)))
+            libscope.check(lib.scope_context_create_cuda(gpu, c.byref(self.context)))
+        libscope.check(lib.scope_method_create(method.encode(), c.byref(self.method)))
         for name, value in settings.items():
-            library.check(lib.scope_method_set(self.method, name.encode(), str(value).encode()))
+            libscope.check(lib.scope_method_set(self.method, name.encode(), str(value).encode()))
         rope = shape.pop("rope", (0, 0, 0))
         self.shape = Shape(struct_size=c.sizeof(Shape), rope=(c.c_int64 * 3)(*rope), **shape)
-        library.check(lib.scope_plan_create(self.context, self.method, c.byref(self.shape), c.byref(self.handle)))
+        libscope.check(lib.scope_plan_create(self.context, self.method, c.byref(self.shape), c.byref(self.handle)))
         self.info = Info(c.sizeof(Info))
-        library.check(lib.scope_plan_get_info(self.handle, c.byref(self.info)))
+        libscope.check(lib.scope_plan_get_info(self.handle, c.byref(self.info)))
         self.workspace = c.create_string_buffer(self.info.workspace_bytes) if gpu is None else None
 
     def init_state(self, address):
-        self.scope.check(self.scope.lib.scope_state_init(self.handle, c.c_void_p(address)))
+        self.libscope.check(self.libscope.lib.scope_state_init(self.handle, c.c_void_p(address)))
 
     def arguments(self, **fields):
         """scope_run_args from its fields by name."""
@@ -109,16 +109,16 @@ class Plan:
         return stats
 
     def launch(self, arguments):
-        self.scope.check(self.scope.lib.scope_run(self.handle, c.byref(arguments)))
+        self.libscope.check(self.libscope.lib.scope_run(self.handle, c.byref(arguments)))
 
     def launch_selection(self, arguments):
-        self.scope.check(self.scope.lib.scope_run_selection(self.handle, c.byref(arguments)))
+        self.libscope.check(self.libscope.lib.scope_run_selection(self.handle, c.byref(arguments)))
 
     def read_stats(self, arguments):
-        self.scope.check(self.scope.lib.scope_read_stats(self.handle, c.byref(arguments)))
+        self.libscope.check(self.libscope.lib.scope_read_stats(self.handle, c.byref(arguments)))
 
     def __del__(self):
-        lib = self.scope.lib
+        lib = self.libscope.lib
         lib.scope_plan_destroy(self.handle)
         lib.scope_method_destroy(self.method)
         lib.scope_context_destroy(self.context)

@@ -29,7 +29,7 @@ is_text = np.zeros((batch, -(-tokens // 32) * 32), bool)
 is_text[:, tokens - text:tokens] = True
 keep = np.packbits(is_text, axis=1, bitorder="little").view(np.uint32)
 
-plan = api.Library(sys.argv[1]).plan("scope", {"rule": "target", "density": 0.3}, threads=2, batch=batch, heads=heads,
+plan = api.LibScope(sys.argv[1]).plan("scope", {"rule": "target", "density": 0.3}, threads=2, batch=batch, heads=heads,
                                      q_tokens=tokens, k_tokens=tokens, dim=dim, dtype=api.BF16, dense_queries=1, rope=(24, 20, 20))
 info = plan.info
 state = np.empty(info.state_bytes // 16 + 1, np.complex128)  # 16-byte aligned
