@@ -11,7 +11,7 @@
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
-#include "cpu/select.h"
+#include "cpu/select_codes.h"
 
 namespace scope {
 

@@ -1,4 +1,6 @@
 // select on the CPU for the rules that keep whole codes: each group ranks the codes, and a target is solved on the ranks.
+#include "cpu/select_codes.h"
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -7,7 +9,6 @@
 
 #include "core/numeric.h"
 #include "cpu/kmeans.h"
-#include "cpu/select.h"
 
 namespace scope::cpu {
 
