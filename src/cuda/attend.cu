@@ -55,8 +55,6 @@ struct Groups {
   __device__ int64_t tiles(int64_t head, int64_t group) const { return (size(head, group) + tile_rows - 1) / tile_rows; }
 };
 
-__device__ int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
-
 // A warp per group of a head.
 __global__ void __launch_bounds__(kThreads) count_keys(Groups in, int32_t* keys, int32_t* extras) {
   const int64_t at = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32, head = at / in.groups, group = at % in.groups;
@@ -72,8 +70,8 @@ __global__ void __launch_bounds__(kThreads) count_keys(Groups in, int32_t* keys,
     const int64_t words = (in.extra_count + 31) / 32;
     for (int64_t w = lane; w < words; w += 32) extra += __popc(in.extra_mask[head][group * words + w]);
   }
-  key = warp_sum(key);
-  extra = warp_sum(extra);
+  key = __reduce_add_sync(~0u, key);
+  extra = __reduce_add_sync(~0u, extra);
   if (lane == 0) {
     keys[at] = in.mask ? key : static_cast<int32_t>(in.k_tokens);
     extras[at] = extra;
@@ -154,11 +152,6 @@ __global__ void __launch_bounds__(kThreads) round_extra(PerHead<const float> k, 
   }
 }
 
-unsigned grid(int64_t blocks) {
-  require(blocks < (int64_t{1} << 31), Status::size_limit, "attend: too many blocks for one launch");
-  return static_cast<unsigned>(blocks);
-}
-
 }  // namespace
 
 int64_t attend_scratch(const Exec&, int64_t q_tokens, int64_t, int64_t dim, int64_t groups) {
@@ -195,48 +188,44 @@ void attend(const Exec& exec, std::span<const AttendArgs> heads) {
                   .mask = per_head(heads, [](const AttendArgs& a) { return a.mask; }),
                   .extra_mask = per_head(heads, [](const AttendArgs& a) { return a.extra.mask; }),
                   .keep = args.keep};
-  const AttendLaunch launch{.dtype = args.q.dtype,
-                            .dim = static_cast<int>(dim),
-                            .q = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.q; }),
-                            .k = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.k; }),
-                            .v = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.v; }),
-                            .out = head_rows<uint16_t>(heads, [](const AttendArgs& a) { return a.out; }),
-                            .lse = per_head(heads, [](const AttendArgs& a) { return a.lse; }),
-                            .order = per_head(heads, [](const AttendArgs& a) { return a.order; }),
-                            .mask = in.mask,
-                            .keep = in.keep,
-                            .words = in.words,
-                            .k_tokens = static_cast<int32_t>(args.k.tokens),
-                            .scale = args.scale,
-                            .extra_count = static_cast<int32_t>(extra),
-                            .extra_k = {at.extra_k, extra * dim},
-                            .extra_v = {at.extra_v, extra * dim},
-                            .extra_bias = per_head(heads, [](const AttendArgs& a) { return a.extra.bias; }),
-                            .extra_mask = in.extra_mask,
-                            .tiles = at.tiles,
-                            .tile_count = at.counter,
-                            .next_tile = at.counter + 1,
-                            .most_tiles = static_cast<int32_t>(most_tiles)};
+  const AttendLaunch work{.dtype = args.q.dtype,
+                          .dim = static_cast<int>(dim),
+                          .q = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.q; }),
+                          .k = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.k; }),
+                          .v = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.v; }),
+                          .out = head_rows<uint16_t>(heads, [](const AttendArgs& a) { return a.out; }),
+                          .lse = per_head(heads, [](const AttendArgs& a) { return a.lse; }),
+                          .order = per_head(heads, [](const AttendArgs& a) { return a.order; }),
+                          .mask = in.mask,
+                          .keep = in.keep,
+                          .words = in.words,
+                          .k_tokens = static_cast<int32_t>(args.k.tokens),
+                          .scale = args.scale,
+                          .extra_count = static_cast<int32_t>(extra),
+                          .extra_k = {at.extra_k, extra * dim},
+                          .extra_v = {at.extra_v, extra * dim},
+                          .extra_bias = per_head(heads, [](const AttendArgs& a) { return a.extra.bias; }),
+                          .extra_mask = in.extra_mask,
+                          .tiles = at.tiles,
+                          .tile_count = at.counter,
+                          .next_tile = at.counter + 1,
+                          .most_tiles = static_cast<int32_t>(most_tiles)};
 
   if (groups > 0) {
-    count_keys<<<grid(ceil_div(count * groups, kWarps)), kThreads, 0, stream(exec)>>>(in, at.keys, at.extras);
-    check_launch("count_keys");
-    list_tiles<<<grid(count), kThreads, 0, stream(exec)>>>(in, at.keys, at.extras, at.tiles, at.counter);
-    check_launch("list_tiles");
+    launch(exec, "count_keys", count_keys, ceil_div(count * groups, kWarps), kThreads, 0, in, at.keys, at.extras);
+    launch(exec, "list_tiles", list_tiles, count, kThreads, 0, in, at.keys, at.extras, at.tiles, at.counter);
   }
   if (args.offsets != nullptr) {
-    clear_idle<<<grid(count * kIdleBlocks), kThreads, 0, stream(exec)>>>(in, launch.order, launch.out, launch.dim,
-                                                                         launch.lse);
-    check_launch("clear_idle");
+    launch(exec, "clear_idle", clear_idle, count * kIdleBlocks, kThreads, 0, in, work.order, work.out, work.dim, work.lse);
   }
   if (extra > 0) {
     const auto k = per_head(heads, [](const AttendArgs& a) { return a.extra.k; });
     const auto v = per_head(heads, [](const AttendArgs& a) { return a.extra.v; });
-    const int64_t blocks = std::min<int64_t>(ceil_div(count * extra * dim, kThreads), 8 * exec.device->multiprocessors);
-    round_extra<<<grid(blocks), kThreads, 0, stream(exec)>>>(k, v, extra * dim, count, args.q.dtype, at.extra_k, at.extra_v);
-    check_launch("round_extra");
+    const int64_t blocks = blocks_for(exec, 8, ceil_div(count * extra * dim, kThreads));
+    launch(exec, "round_extra", round_extra, blocks, kThreads, 0, k, v, extra * dim, count, args.q.dtype, at.extra_k,
+           at.extra_v);
   }
-  if (groups > 0) exec.wgmma ? attend_sm90(exec, launch) : attend_sm80(exec, launch);
+  if (groups > 0) exec.wgmma ? attend_sm90(exec, work) : attend_sm80(exec, work);
 }
 
 }  // namespace scope::cuda

@@ -38,7 +38,7 @@ struct AttendLaunch {
   int32_t most_tiles;                        // upper bound of *tile_count, known on the host
 };
 
-void attend_sm80(const Exec& exec, const AttendLaunch& launch);  // portable: mma.sync, cp.async
-void attend_sm90(const Exec& exec, const AttendLaunch& launch);  // wgmma, warp-specialised, persistent
+void attend_sm80(const Exec& exec, const AttendLaunch& at);  // portable: mma.sync, cp.async
+void attend_sm90(const Exec& exec, const AttendLaunch& at);  // wgmma, warp-specialised, persistent
 
 }  // namespace scope::cuda

@@ -601,33 +601,29 @@ __global__ void __launch_bounds__(C::kThreads, 1) attend_kernel(const __grid_con
 }
 
 template <class C>
-void launch_kernel(const Exec& exec, const AttendLaunch& launch) {
-  constexpr int kBytes = sizeof(Shared<C>);
-  static_assert(kBytes <= 227 * 1024);
-  check(cudaFuncSetAttribute(attend_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "attend_sm90");
-  const int grid = std::min(exec.device->multiprocessors, launch.most_tiles);
-  if (grid == 0) return;
-  attend_kernel<C><<<grid, C::kThreads, kBytes, stream(exec)>>>(launch);
-  check_launch("attend_sm90");
+void launch_kernel(const Exec& exec, const AttendLaunch& at) {
+  static_assert(sizeof(Shared<C>) <= 227 * 1024);
+  const int blocks = std::min(exec.device->multiprocessors, at.most_tiles);
+  if (blocks > 0) launch(exec, "attend_sm90", attend_kernel<C>, blocks, C::kThreads, sizeof(Shared<C>), at);
 }
 
 template <DType kType>
-void launch_type(const Exec& exec, const AttendLaunch& launch) {
+void launch_type(const Exec& exec, const AttendLaunch& at) {
   // Blocks of as many keys as the registers hold: spilled accumulators would also serialise the products.
-  if (launch.dim <= 64) {
-    launch_kernel<Config<kType, 64, 96, 14>>(exec, launch);
+  if (at.dim <= 64) {
+    launch_kernel<Config<kType, 64, 96, 14>>(exec, at);
   } else {
-    launch_kernel<Config<kType, 128, 80, 16>>(exec, launch);
+    launch_kernel<Config<kType, 128, 80, 16>>(exec, at);
   }
 }
 
 }  // namespace
 
-void attend_sm90(const Exec& exec, const AttendLaunch& launch) {
-  if (launch.dtype == DType::bf16) {
-    launch_type<DType::bf16>(exec, launch);
+void attend_sm90(const Exec& exec, const AttendLaunch& at) {
+  if (at.dtype == DType::bf16) {
+    launch_type<DType::bf16>(exec, at);
   } else {
-    launch_type<DType::f16>(exec, launch);
+    launch_type<DType::f16>(exec, at);
   }
 }
 

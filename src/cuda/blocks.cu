@@ -198,10 +198,8 @@ __global__ void __launch_bounds__(kCentreParts* kMostDim)
 void launch_runs(const Exec& exec, DType dtype, int64_t heads, const RunsLaunch& a) {
   require(a.dim <= kMostDim && a.dim % 8 == 0, Status::unsupported,
           "blocks on CUDA take head dimensions up to 128, multiples of 8");
-  require(heads * a.runs <= INT32_MAX, Status::size_limit, "blocks: too many for one launch");
   auto* kernel = dtype == DType::f16 ? runs_kernel<__half> : runs_kernel<__nv_bfloat16>;
-  kernel<<<static_cast<unsigned>(heads * a.runs), kThreads, 0, stream(exec)>>>(a);
-  check_launch("blocks");
+  launch(exec, "blocks", kernel, heads * a.runs, kThreads, 0, a);
 }
 
 struct EncodeLayout {
@@ -278,10 +276,9 @@ void encode_blocks(const Exec& exec, std::span<const EncodeArgs> heads) {
     }
     base = static_cast<uint8_t>(base + channels.size());
   }
-  centre_kernel<<<static_cast<unsigned>(n), kCentreParts * kMostDim, 0, stream(exec)>>>(
-      args.codes, a.dim, {at.means.base, at.means.step}, {at.finite.base, at.finite.step}, at.centre,
-      per_head(heads, [](const EncodeArgs& x) { return x.codebooks; }), places);
-  check_launch("blocks: codebooks");
+  launch(exec, "blocks: codebooks", centre_kernel, n, kCentreParts * kMostDim, 0, args.codes, a.dim,
+         PerHead<const float>{at.means.base, at.means.step}, PerHead<const int32_t>{at.finite.base, at.finite.step},
+         at.centre, per_head(heads, [](const EncodeArgs& x) { return x.codebooks; }), places);
   const auto empty = per_head(heads, [](const EncodeArgs& x) { return x.empty; });
   const size_t empty_bytes = args.partition->size() * sizeof(int64_t);
   check(cudaMemset2DAsync(empty.base, n == 1 ? empty_bytes : static_cast<size_t>(empty.step) * sizeof(int64_t), 0,

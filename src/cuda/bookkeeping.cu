@@ -1,6 +1,7 @@
 // Token lists, the rest of a selection and copies on the GPU.
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/numeric.h"
@@ -14,9 +15,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // Blocks for n items, a thread each, bounded: kernels loop over what is left.
-unsigned blocks_for(int64_t n) {
-  return static_cast<unsigned>(std::min<int64_t>(std::max<int64_t>(ceil_div(n, kThreads), 1), 4096));
-}
+int64_t blocks_for(int64_t n) { return std::clamp<int64_t>(ceil_div(n, kThreads), 1, 4096); }
 
 __device__ int64_t thread_index() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ int64_t thread_count() { return int64_t{gridDim.x} * blockDim.x; }
@@ -67,8 +66,7 @@ class RunSender {
   }
   void send() {
     if (runs_.count == 0) return;
-    expand_runs<<<blocks_for(longest_), kThreads, 0, stream(exec_)>>>(runs_, list_, mask_);
-    check_launch("expand_runs");
+    launch(exec_, "expand_runs", expand_runs, blocks_for(longest_), kThreads, 0, runs_, list_, mask_);
     runs_.count = 0;
     longest_ = 0;
   }
@@ -126,8 +124,7 @@ void describe(const Exec& exec, const DescribeArgs& args) {
   queries.send();
   dense.send();
   idle.send();
-  set_offsets<<<1, 1, 0, stream(exec)>>>(args.offsets, t.valid_q);
-  check_launch("set_offsets");
+  launch(exec, "set_offsets", set_offsets, 1, 1, 0, args.offsets, t.valid_q);
 }
 
 namespace {
@@ -326,66 +323,60 @@ __global__ void compare_slot(const uint32_t* state, const __grid_constant__ Head
 
 void finish(const Exec& exec, const FinishArgs& args) {
   if (args.heads == 0) return;
-  finish_heads<<<static_cast<unsigned>(args.heads), kThreads, 0, stream(exec)>>>(args);
-  check_launch("finish_heads");
+  launch(exec, "finish_heads", finish_heads, args.heads, kThreads, 0, args);
 }
 
 void import_selection(const Exec& exec, const ImportArgs& args) {
   const int64_t words = mask_words(args.tokens.k_tokens), warps = args.heads * (args.groups + 1);
-  count_labels<<<static_cast<unsigned>(args.heads), kThreads, 0, stream(exec)>>>(args);
-  check_launch("count_labels");
-  place_labels<<<static_cast<unsigned>(ceil_div(warps * 32, kThreads)), kThreads, 0, stream(exec)>>>(args, warps);
-  check_launch("place_labels");
-  import_masks<<<blocks_for(args.heads * args.groups * words), kThreads, 0, stream(exec)>>>(args, words);
-  check_launch("import_masks");
+  launch(exec, "count_labels", count_labels, args.heads, kThreads, 0, args);
+  launch(exec, "place_labels", place_labels, ceil_div(warps * 32, kThreads), kThreads, 0, args, warps);
+  launch(exec, "import_masks", import_masks, blocks_for(args.heads * args.groups * words), kThreads, 0, args, words);
 }
 
 void set_slot(const Exec& exec, StateSlot* slot, StateSlot value) {
-  write_slot<<<1, 1, 0, stream(exec)>>>(slot, value);
-  check_launch("write_slot");
+  launch(exec, "write_slot", write_slot, 1, 1, 0, slot, value);
 }
 
 void check_slot(const Exec& exec, const void* state, const void* header, const StateSlot* slot, StateSlot expected,
                 uint32_t flag, uint32_t* status) {
   Header copy;
   std::memcpy(&copy, header, sizeof copy);
-  compare_slot<<<1, 1, 0, stream(exec)>>>(static_cast<const uint32_t*>(state), copy, slot, expected, flag, status);
-  check_launch("compare_slot");
+  launch(exec, "compare_slot", compare_slot, 1, 1, 0, static_cast<const uint32_t*>(state), copy, slot, expected, flag,
+         status);
 }
 
 void fill(const Exec& exec, void* to, int64_t step, uint32_t value, int64_t count, int64_t rows) {
   if (count * rows == 0) return;
-  fill_words<<<blocks_for(count * rows), kThreads, 0, stream(exec)>>>(static_cast<uint32_t*>(to), step, value, count, rows);
-  check_launch("fill_words");
+  launch(exec, "fill_words", fill_words, blocks_for(count * rows), kThreads, 0, static_cast<uint32_t*>(to), step, value,
+         count, rows);
 }
 
 void copy(const Exec& exec, const void* from, int64_t from_step, void* to, int64_t to_step, int64_t count, int64_t rows) {
   if (count * rows == 0) return;
-  copy_words<<<blocks_for(count * rows), kThreads, 0, stream(exec)>>>(static_cast<const uint32_t*>(from), from_step,
-                                                                      static_cast<uint32_t*>(to), to_step, count, rows);
-  check_launch("copy_words");
+  launch(exec, "copy_words", copy_words, blocks_for(count * rows), kThreads, 0, static_cast<const uint32_t*>(from),
+         from_step, static_cast<uint32_t*>(to), to_step, count, rows);
 }
 
 void convert(const Exec& exec, const void* from, DType from_type, void* to, DType to_type, int64_t count) {
   if (count == 0) return;
-  const unsigned blocks = blocks_for(count);
   const bool from_f32 = from_type == DType::f32, to_f32 = to_type == DType::f32;
-  const cudaStream_t s = stream(exec);
+  const auto start = [&]<class From, class To>(const From* x, To* y) {
+    launch(exec, "convert_elements", convert_elements<From, To>, blocks_for(count), kThreads, 0, x, y, count);
+  };
   if (from_f32 && to_f32) {
-    convert_elements<<<blocks, kThreads, 0, s>>>(static_cast<const float*>(from), static_cast<float*>(to), count);
+    start(static_cast<const float*>(from), static_cast<float*>(to));
   } else if (from_f32) {
-    convert_elements<<<blocks, kThreads, 0, s>>>(static_cast<const float*>(from), static_cast<__nv_bfloat16*>(to), count);
+    start(static_cast<const float*>(from), static_cast<__nv_bfloat16*>(to));
   } else {
-    convert_elements<<<blocks, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(from), static_cast<float*>(to), count);
+    start(static_cast<const __nv_bfloat16*>(from), static_cast<float*>(to));
   }
-  check_launch("convert_elements");
 }
 
 void scatter(const Exec& exec, const int32_t* from, int64_t from_step, const int32_t* rows, int64_t count, int32_t* to,
              int64_t to_step, int64_t heads) {
   if (count * heads == 0) return;
-  scatter_words<<<blocks_for(count * heads), kThreads, 0, stream(exec)>>>(from, from_step, rows, count, to, to_step, heads);
-  check_launch("scatter_words");
+  launch(exec, "scatter_words", scatter_words, blocks_for(count * heads), kThreads, 0, from, from_step, rows, count, to,
+         to_step, heads);
 }
 
 }  // namespace scope::cuda

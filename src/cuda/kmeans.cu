@@ -123,10 +123,7 @@ Work plan_work(const Exec& exec, const KMeansBatch& batch) {
   return w;
 }
 
-void write_tables(const Exec& exec, const Work& w) {
-  tables_kernel<<<1, kMostDim, 0, stream(exec)>>>(w);
-  check_launch("K-means tables");
-}
+void write_tables(const Exec& exec, const Work& w) { launch(exec, "K-means tables", tables_kernel, 1, kMostDim, 0, w); }
 
 // Tokens outside `rows` have label -1.
 void clear_labels(const Exec& exec, const KMeansBatch& batch) {
@@ -145,8 +142,7 @@ void kmeans(const Exec& exec, const KMeansBatch& batch) {
   clear_labels(exec, batch);
   if (!batch.warm) {
     auto* kernel = batch.dtype == DType::f16 ? start_kernel<__half> : start_kernel<__nv_bfloat16>;
-    kernel<<<grid(w.heads * w.subsets * w.clusters), kMostDim, 0, stream(exec)>>>(w, batch.random);
-    check_launch("K-means start");
+    launch(exec, "K-means start", kernel, w.heads * w.subsets * w.clusters, kMostDim, 0, w, batch.random);
   }
   const bool sampled = batch.sample < batch.count && batch.iterations > 2;
   for (int i = 0; i < batch.iterations; ++i) {

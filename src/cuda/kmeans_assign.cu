@@ -467,12 +467,6 @@ int wide_columns(int64_t clusters) {
 }
 bool has_wide_kernel(int steps) { return steps == 3 || steps == 4 || steps == 8; }
 
-template <class Kernel>
-void allow_shared(Kernel* kernel, int64_t bytes) {
-  const cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  check(cudaFuncSetAttribute(kernel, attribute, static_cast<int>(bytes)), "shared memory");
-}
-
 template <class T, int kSteps>
 void assign_steps(const Exec& exec, const Work& w) {
   int subsets = 0, wide = 0;
@@ -483,25 +477,21 @@ void assign_steps(const Exec& exec, const Work& w) {
   }
   if (subsets == 0) return;
   const int64_t shared = resident_pairs(exec, w, kSteps) * pair_bytes(kSteps);
-  const auto launch = [&](auto* kernel, int64_t rows, int threads, int per_block) {
+  const auto start = [&](auto* kernel, int64_t rows, int threads, int per_block) {
     const int64_t tiles = ceil_div(w.seen, rows) * subsets * w.heads;
-    const int64_t blocks = std::min<int64_t>(exec.device->multiprocessors, ceil_div(tiles, per_block));
-    allow_shared(kernel, shared);
-    kernel<<<grid(blocks), threads, static_cast<size_t>(shared), stream(exec)>>>(w, subsets);
-    check_launch("K-means assign");
+    launch(exec, "K-means assign", kernel, blocks_for(exec, 1, ceil_div(tiles, per_block)), threads, shared, w, subsets);
   };
   if constexpr (kSteps == 3 || kSteps == 4 || kSteps == 8) {
     constexpr int kGroups112 = warpgroups(kSteps, 112), kGroups152 = warpgroups(kSteps, 152);
-    if (wide == 112) return launch(assign_wide_kernel<T, kSteps, 112>, 64, kGroups112 * 128, kGroups112);
-    if (wide == 152) return launch(assign_wide_kernel<T, kSteps, 152>, 64, kGroups152 * 128, kGroups152);
+    if (wide == 112) return start(assign_wide_kernel<T, kSteps, 112>, 64, kGroups112 * 128, kGroups112);
+    if (wide == 152) return start(assign_wide_kernel<T, kSteps, 152>, 64, kGroups152 * 128, kGroups152);
   }
-  launch(assign_kernel<T, kSteps>, row_tiles(kSteps) * 16, kAssignWarps * 32, kAssignWarps);
+  start(assign_kernel<T, kSteps>, row_tiles(kSteps) * 16, kAssignWarps * 32, kAssignWarps);
 }
 
 template <class T>
 void prepare_and_assign(const Exec& exec, const Work& w) {
-  prepare_kernel<T><<<grid(w.heads * w.subsets * kPrepareBlocks), kPrepareThreads, 0, stream(exec)>>>(w);
-  check_launch("K-means prepare");
+  launch(exec, "K-means prepare", prepare_kernel<T>, w.heads * w.subsets * kPrepareBlocks, kPrepareThreads, 0, w);
   assign_steps<T, 1>(exec, w);
   assign_steps<T, 2>(exec, w);
   assign_steps<T, 3>(exec, w);

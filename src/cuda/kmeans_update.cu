@@ -355,34 +355,31 @@ __global__ void __launch_bounds__(kScanThreads) raster_items_kernel(const __grid
 void sort(const Exec& exec, const Work& w) {
   const int64_t problems = w.heads * w.subsets;
   const int64_t stretches = ceil_div(w.seen, kStretch), blocks = ceil_div(stretches, kPlaceWarps);
-  const auto bins = static_cast<size_t>(w.bins) * sizeof(int32_t);
+  const int64_t bins = int64_t{w.bins} * 4;
   const auto pass = [&](const Pass& p) {
-    tally_kernel<<<grid(problems * stretches), kTallyThreads, bins, stream(exec)>>>(w, p, stretches);
-    scan_kernel<<<grid(problems), kScanThreads, 0, stream(exec)>>>(w, p);
-    place_kernel<<<grid(problems * blocks), kPlaceWarps * 32, kPlaceWarps * bins, stream(exec)>>>(w, p, blocks);
-    check_launch("K-means sort");
+    launch(exec, "K-means tally", tally_kernel, problems * stretches, kTallyThreads, bins, w, p, stretches);
+    launch(exec, "K-means scan", scan_kernel, problems, kScanThreads, 0, w, p);
+    launch(exec, "K-means place", place_kernel, problems * blocks, kPlaceWarps * 32, kPlaceWarps * bins, w, p, blocks);
   };
   if (w.clusters <= kBins) return pass({.shift = 0, .only = true, .from_positions = false, .to_positions = false});
   const int64_t clear_blocks = ceil_div(w.clusters, 256);
-  clear_sizes_kernel<<<grid(problems * clear_blocks), 256, 0, stream(exec)>>>(w, clear_blocks);
+  launch(exec, "K-means sizes", clear_sizes_kernel, problems * clear_blocks, 256, 0, w, clear_blocks);
   pass({.shift = 0, .only = false, .from_positions = false, .to_positions = true});
-  offsets_kernel<<<grid(problems), kScanThreads, 0, stream(exec)>>>(w);
+  launch(exec, "K-means offsets", offsets_kernel, problems, kScanThreads, 0, w);
   pass({.shift = 10, .only = false, .from_positions = true, .to_positions = false});
 }
 
 void update(const Exec& exec, DType dtype, const Work& w) {
   const int64_t blocks = ceil_div(w.clusters + w.seen / kPiece, kUpdateWarps);
   auto* kernel = dtype == DType::f16 ? update_kernel<__half> : update_kernel<__nv_bfloat16>;
-  kernel<<<grid(w.heads * w.subsets * blocks), kUpdateWarps * 32, 0, stream(exec)>>>(w, blocks);
-  check_launch("K-means update");
+  launch(exec, "K-means update", kernel, w.heads * w.subsets * blocks, kUpdateWarps * 32, 0, w, blocks);
 }
 
 void list_blocks(const Exec& exec, DType dtype, const Work& w) {
   const int64_t blocks = ceil_div(w.count * 32, 256);
   auto* kernel = dtype == DType::f16 ? raster_kernel<__half> : raster_kernel<__nv_bfloat16>;
-  kernel<<<grid(w.heads * blocks), 256, 0, stream(exec)>>>(w, blocks);
-  raster_items_kernel<<<grid(w.heads), kScanThreads, 0, stream(exec)>>>(w);
-  check_launch("raster");
+  launch(exec, "raster", kernel, w.heads * blocks, 256, 0, w, blocks);
+  launch(exec, "raster items", raster_items_kernel, w.heads, kScanThreads, 0, w);
 }
 
 }  // namespace scope::cuda::clustering

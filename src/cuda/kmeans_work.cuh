@@ -90,11 +90,6 @@ __device__ inline int32_t token_at(const Work& w, int m, int64_t i) {
   return w.rows == nullptr ? static_cast<int32_t>(i) : w.rows[i];
 }
 
-inline unsigned grid(int64_t blocks) {
-  require(blocks <= INT32_MAX, Status::size_limit, "K-means: too many blocks for one launch");
-  return static_cast<unsigned>(blocks);
-}
-
 // Chooses the instruction and the shared memory of each subset, once their k-steps are known; kmeans_assign.cu.
 void plan_assign(const Exec& exec, Work& w);
 // The labels of the tokens that this iteration sees.

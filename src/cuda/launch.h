@@ -1,8 +1,10 @@
-// What every CUDA stage shares on the host side (included by .cu files): errors, and a chunk of heads as base and step.
+// What every CUDA stage shares on the host side (included by .cu files): errors, launches, and a chunk of heads as base and
+// step.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <span>
 
 #include "core/error.h"
@@ -20,6 +22,23 @@ inline void check(cudaError_t error, const char* what) {
 inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
 
 inline cudaStream_t stream(const Exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
+
+template <class... Parameters, class... Args>
+void launch(const Exec& exec, const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,
+            int64_t shared_bytes, const Args&... args) {
+  if (blocks > INT32_MAX) fail(Status::size_limit, std::string(name) + ": too many blocks for one launch");
+  if (shared_bytes > 0) {  // more than 48 KiB must be asked for
+    const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    check(cudaFuncSetAttribute(kernel, most, static_cast<int>(shared_bytes)), name);
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, static_cast<size_t>(shared_bytes), stream(exec)>>>(args...);
+  check_launch(name);
+}
+
+// As many blocks as are resident at once, but no more than there is work for.
+inline int64_t blocks_for(const Exec& exec, int64_t blocks_per_sm, int64_t most) {
+  return std::max<int64_t>(1, std::min(most, blocks_per_sm * exec.device->multiprocessors));
+}
 
 // This thread's warp in its block. Shuffled, so that the compiler knows that all lanes have the same: where it cannot tell
 // that a warp stays together, it makes a call of every shuffle.

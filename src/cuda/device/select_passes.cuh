@@ -1,7 +1,5 @@
-// What the passes that recompute the proxy share: work among blocks, histograms, words, candidates, and launches.
+// What the passes that recompute the proxy share: work among blocks, histograms, words, and candidates.
 #pragma once
-
-#include <algorithm>
 
 #include "cuda/select.h"
 
@@ -114,17 +112,5 @@ struct Queue {
     n = 0;
   }
 };
-
-template <class Kernel, class... Args>
-void launch(const Exec& exec, const char* name, Kernel* kernel, int64_t blocks, int threads, int64_t shared, Args... args) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), name);
-  kernel<<<static_cast<unsigned>(blocks), threads, shared, stream(exec)>>>(args...);
-  check_launch(name);
-}
-
-// As many blocks as are resident at once, but no more than there is work for.
-inline int64_t blocks_for(const Exec& exec, int64_t blocks_per_sm, int64_t most) {
-  return std::max<int64_t>(1, std::min(most, blocks_per_sm * exec.device->multiprocessors));
-}
 
 }  // namespace scope::cuda
