@@ -6,6 +6,7 @@
 
 #include "core/numeric.h"
 #include "cuda/blocks.h"
+#include "cuda/device/reduce.cuh"
 #include "cuda/launch.h"
 
 namespace scope::cuda {
@@ -44,13 +45,6 @@ template <class T>
 __device__ float2 to_floats(uint32_t bits) {
   if constexpr (std::is_same_v<T, __half>) return __half22float2(reinterpret_cast<const __half2&>(bits));
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
-}
-
-// Over kWidth lanes that stand together.
-template <int kWidth>
-__device__ float lanes_sum(float x) {
-  for (int offset = kWidth / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-  return x;
 }
 
 // What says where the tokens of a run are.

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/numeric.h"
+#include "cuda/device/reduce.cuh"
 #include "cuda/launch.h"
 #include "cuda/stages.h"
 
@@ -129,18 +130,6 @@ void describe(const Exec& exec, const DescribeArgs& args) {
 
 namespace {
 
-__device__ double block_sum(double value, double* shared) {
-  shared[threadIdx.x] = value;
-  __syncthreads();
-  for (int step = kThreads / 2; step > 0; step /= 2) {  // one fixed tree: the same bits every time
-    if (threadIdx.x < step) shared[threadIdx.x] += shared[threadIdx.x + step];
-    __syncthreads();
-  }
-  const double sum = shared[0];
-  __syncthreads();
-  return sum;
-}
-
 // A block per head.
 __global__ void finish_heads(const FinishArgs args) {
   const Tokens& t = args.tokens;
@@ -187,8 +176,8 @@ __global__ void finish_heads(const FinishArgs args) {
   }
   __syncthreads();
 
-  __shared__ double shared[kThreads];
-  double pairs = 0, total = 0, empty = 0, high = 0, low = static_cast<double>(t.keys);
+  double pairs = 0, total = 0;
+  int64_t empty = 0, high = 0, low = t.keys;
   for (int64_t c = threadIdx.x; c < all; c += kThreads) {
     total += static_cast<double>(sizes[c]) * static_cast<double>(counts[c] + t.kept);
     if (c >= groups) continue;
@@ -197,33 +186,26 @@ __global__ void finish_heads(const FinishArgs args) {
       continue;
     }
     pairs += static_cast<double>(sizes[c]) * counts[c];
-    high = fmax(high, static_cast<double>(counts[c]));
-    low = fmin(low, static_cast<double>(counts[c]));
+    high = max(high, int64_t{counts[c]});
+    low = min(low, int64_t{counts[c]});
   }
-  pairs = block_sum(pairs, shared);
-  total = block_sum(total, shared);
-  empty = block_sum(empty, shared);
-  shared[threadIdx.x] = high;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int i = 1; i < kThreads; ++i) high = fmax(high, shared[i]);
-  }
-  __syncthreads();
-  shared[threadIdx.x] = low;
-  __syncthreads();
+  pairs = block_sum<kThreads>(pairs);
+  total = block_sum<kThreads>(total);
+  empty = block_reduce<kThreads>(empty, [](int64_t x, int64_t y) { return x + y; });
+  high = block_reduce<kThreads>(high, [](int64_t x, int64_t y) { return max(x, y); });
+  low = block_reduce<kThreads>(low, [](int64_t x, int64_t y) { return min(x, y); });
   if (threadIdx.x != 0) return;
-  for (int i = 1; i < kThreads; ++i) low = fmin(low, shared[i]);
   head.density = pairs / (static_cast<double>(t.queries) * static_cast<double>(t.keys));
   head.total_density = total / (static_cast<double>(t.valid_q) * static_cast<double>(t.valid_k));
   head.queries = t.queries;
   head.keys = t.keys;
   head.groups = groups;
   head.codes = args.codes;
-  head.empty_groups = static_cast<int64_t>(empty);
+  head.empty_groups = empty;
   head.empty_codes = 0;
   for (int64_t m = 0; args.codes > 0 && m < args.subspaces; ++m) head.empty_codes += args.empty[h * args.subspaces + m];
-  head.min_count = static_cast<int64_t>(low);
-  head.max_count = static_cast<int64_t>(high);
+  head.min_count = low;
+  head.max_count = high;
 }
 
 __device__ bool attends(const ImportArgs& args, int64_t i, int32_t label) {

@@ -1,4 +1,5 @@
 // K-means on CUDA: tokens sorted by label, and their means in a fixed order.
+#include "cuda/device/reduce.cuh"
 #include "cuda/kmeans_work.cuh"
 
 namespace scope::cuda::clustering {
@@ -9,24 +10,10 @@ constexpr int kScanThreads = 512, kTallyThreads = 256;
 constexpr int kPlaceWarps = 4, kUpdateWarps = 4;
 constexpr int kBad = INT32_MIN;  // in `order`: the row is not finite and has no weight
 
-// Inclusive sum over the threads of a block; `sums` [warps] is free again on return.
-__device__ uint64_t block_scan(uint64_t x, uint64_t* sums) {
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (unsigned step = 1; step < 32; step *= 2) {
-    const uint64_t other = __shfl_up_sync(~0u, x, step);
-    if (lane >= step) x += other;
-  }
-  if (lane == 31) sums[warp] = x;
-  __syncthreads();
-  for (unsigned i = 0; i < warp; ++i) x += sums[i];
-  __syncthreads();
-  return x;
-}
-
 // ---- sort: a stable counting sort of the tokens by label ----
 
 // Offsets are known: what the update has to do. Every thread of the block takes part.
-__device__ void list_items(const Work& w, int head, int m, uint64_t* sums) {
+__device__ void list_items(const Work& w, int head, int m) {
   const int64_t* offsets = w.offsets[head] + m * (w.clusters + 1);
   uint64_t before = 0;  // items << 32 | slots
   __shared__ uint64_t total;
@@ -41,7 +28,7 @@ __device__ void list_items(const Work& w, int head, int m, uint64_t* sums) {
     }
     const int64_t pieces = (size + kPiece - 1) / kPiece, slots = pieces > 1 ? pieces : 0;
     const uint64_t mine = static_cast<uint64_t>(pieces) << 32 | static_cast<uint64_t>(slots);
-    const uint64_t up_to = before + block_scan(mine, sums);
+    const uint64_t up_to = before + block_scan<kScanThreads>(mine);
     if (c < w.clusters) {
       w.sizes[head][m * w.clusters + c] = static_cast<int32_t>(size);
       const auto item = static_cast<int64_t>((up_to - mine) >> 32),
@@ -60,7 +47,7 @@ __device__ void list_items(const Work& w, int head, int m, uint64_t* sums) {
     __syncthreads();
   }
   if (threadIdx.x == 0) w.item_count[head][m] = static_cast<int32_t>(before >> 32);
-  const uint64_t all_empty = block_scan(static_cast<uint64_t>(empty), sums);
+  const uint64_t all_empty = block_scan<kScanThreads>(static_cast<uint64_t>(empty));
   if (w.last && w.empty && threadIdx.x == blockDim.x - 1) w.empty[head][m] = static_cast<int64_t>(all_empty);
 }
 
@@ -103,7 +90,7 @@ __global__ void __launch_bounds__(kTallyThreads) tally_kernel(const __grid_const
 // One block per problem turns the tally into places: a label's tokens after those of lower labels, and within a label
 // stretch after stretch.
 __global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constant__ Work w, Pass pass) {
-  __shared__ uint64_t sums[kScanThreads / 32], carry;
+  __shared__ uint64_t carry;
   const auto head = static_cast<int>(blockIdx.x / w.subsets), m = static_cast<int>(blockIdx.x % w.subsets);
   const int stretches = static_cast<int>((w.seen + kStretch - 1) / kStretch);
   int32_t* tally = w.tally[head] + m * w.most_stretches * w.bins;
@@ -116,7 +103,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constan
 #pragma unroll 16
       for (int i = 0; i < stretches; ++i) total += tally[i * w.bins + c];
     }
-    const uint64_t up_to = before + block_scan(static_cast<uint64_t>(total), sums);
+    const uint64_t up_to = before + block_scan<kScanThreads>(static_cast<uint64_t>(total));
     if (c < w.bins) {
       auto next = static_cast<int32_t>(up_to - static_cast<uint64_t>(total));
       if (pass.only) offsets[c] = next;
@@ -140,7 +127,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constan
   if (!pass.only) return;
   if (threadIdx.x == 0) offsets[w.clusters] = w.seen;
   __syncthreads();
-  list_items(w, head, m, sums);
+  list_items(w, head, m);
 }
 
 // A warp places the tokens of one stretch, in order.
@@ -202,14 +189,14 @@ __global__ void __launch_bounds__(kPlaceWarps * 32) place_kernel(const __grid_co
 
 // Offsets from sizes, where one pass does not tell all labels apart.
 __global__ void __launch_bounds__(kScanThreads) offsets_kernel(const __grid_constant__ Work w) {
-  __shared__ uint64_t sums[kScanThreads / 32], carry;
+  __shared__ uint64_t carry;
   const auto head = static_cast<int>(blockIdx.x / w.subsets), m = static_cast<int>(blockIdx.x % w.subsets);
   const int32_t* sizes = w.sizes[head] + m * w.clusters;
   int64_t* offsets = w.offsets[head] + m * (w.clusters + 1);
   uint64_t before = 0;
   for (int64_t c0 = 0; c0 < w.clusters; c0 += kScanThreads) {
     const int64_t c = c0 + threadIdx.x;
-    const uint64_t up_to = before + block_scan(c < w.clusters ? static_cast<uint64_t>(sizes[c]) : 0, sums);
+    const uint64_t up_to = before + block_scan<kScanThreads>(c < w.clusters ? static_cast<uint64_t>(sizes[c]) : 0);
     if (c < w.clusters) offsets[c + 1] = static_cast<int64_t>(up_to);
     if (threadIdx.x == kScanThreads - 1) carry = up_to;
     __syncthreads();
@@ -218,7 +205,7 @@ __global__ void __launch_bounds__(kScanThreads) offsets_kernel(const __grid_cons
   }
   if (threadIdx.x == 0) offsets[0] = 0;
   __syncthreads();
-  list_items(w, head, m, sums);
+  list_items(w, head, m);
 }
 __global__ void clear_sizes_kernel(const __grid_constant__ Work w, int64_t blocks) {
   const int64_t problem = blockIdx.x / blocks, i = blockIdx.x % blocks * blockDim.x + threadIdx.x;
@@ -341,11 +328,10 @@ __global__ void raster_kernel(const __grid_constant__ Work w, int64_t blocks) {
   if (bad && w.status != nullptr) atomicOr(w.status, 1u);
 }
 __global__ void __launch_bounds__(kScanThreads) raster_items_kernel(const __grid_constant__ Work w) {
-  __shared__ uint64_t sums[kScanThreads / 32];
   int64_t* offsets = w.offsets[blockIdx.x];
   for (int64_t c = threadIdx.x; c <= w.clusters; c += kScanThreads) offsets[c] = c * w.count / w.clusters;
   __syncthreads();
-  list_items(w, static_cast<int>(blockIdx.x), 0, sums);
+  list_items(w, static_cast<int>(blockIdx.x), 0);
 }
 
 }  // namespace
