@@ -3,7 +3,7 @@
 
 #include "core/numeric.h"
 #include "cuda/device/ptx_sm80.cuh"
-#include "cuda/select.h"
+#include "cuda/tail.h"
 
 namespace scope::cuda {
 
@@ -85,8 +85,7 @@ __device__ float plain_sum(const ProxyLaunch& p, const MaskLaunch& mask, const T
 
 // A part's result for one group: about its highest dropped logit, the sum of weights relative to it, and two weighted sums.
 template <class T, int kDim, Source kSource>
-__global__ void __launch_bounds__(kThreads, 1)
-    tail_sums(ProxyLaunch p, SelectSpace s, MaskLaunch mask, TailLaunch tail, int group_blocks) {
+__global__ void __launch_bounds__(kThreads, 1) tail_sums(ProxyLaunch p, MaskLaunch mask, TailLaunch tail, int group_blocks) {
   extern __shared__ __align__(256) char shared[];  // places are XORed with channel offsets
   __shared__ uint32_t dropped[2][kGroups][kKeys / 32];
   __shared__ float tops[kQuarters][kGroups], totals[kQuarters][kGroups];
@@ -309,17 +308,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     float all = 0, x = sums[g * kPitch + (channel < p.dim ? channel : kDim + channel - p.dim)];
     for (int q = 0; q < kQuarters; ++q) all = fmaf(totals[q][g], share(q, g), all);
     if (bad) x = plain_sum(p, mask, tail, head, group, begin, end, top, channel, all);
-    float* out = s.tail[head] + (int64_t{group} * kTailParts + part) * (2 + 2 * p.dim);
+    float* out = tail.parts[head] + (int64_t{group} * kTailParts + part) * (2 + 2 * p.dim);
     if (channel == 0) out[0] = top, out[1] = all;
     out[2 + channel] = x;
   }
 }
 
-__global__ void __launch_bounds__(kMeanThreads) tail_means(ProxyLaunch p, SelectSpace s, TailLaunch tail) {
+__global__ void __launch_bounds__(kMeanThreads) tail_means(ProxyLaunch p, TailLaunch tail) {
   __shared__ float products[kMeanThreads];
   const int64_t head = blockIdx.x / p.groups;
   const int group = blockIdx.x % p.groups, channel = threadIdx.x;
-  const float* parts = s.tail[head] + int64_t{group} * kTailParts * (2 + 2 * p.dim);
+  const float* parts = tail.parts[head] + int64_t{group} * kTailParts * (2 + 2 * p.dim);
   const int step = 2 + 2 * p.dim;
   float top = -INFINITY, total = 0, k = 0, v = 0;
   for (int i = 0; i < kTailParts; ++i) top = fmaxf(top, parts[i * step]);
@@ -346,16 +345,11 @@ __global__ void __launch_bounds__(kMeanThreads) tail_means(ProxyLaunch p, Select
 
 }  // namespace
 
-void tail_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space, const MaskLaunch& mask,
-               const TailLaunch& tail) {
-  const int64_t group_blocks = ceil_div(p.groups, kGroups), rows = int64_t{p.heads} * p.groups;
+void tail_pass(const Exec& exec, const ProxyLaunch& p, const MaskLaunch& mask, const TailLaunch& tail) {
+  const int64_t group_blocks = ceil_div(p.groups, kGroups);
   const auto sums = [&]<class T, int kDim, Source kSource>() {
-    const auto kernel = tail_sums<T, kDim, kSource>;
-    const auto bytes = static_cast<int>(Space<kDim>::bytes(p, kSource));
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "tail_sums");
-    kernel<<<static_cast<unsigned>(p.heads * group_blocks * kTailParts), kThreads, static_cast<size_t>(bytes),
-             stream(exec)>>>(p, space, mask, tail, static_cast<int>(group_blocks));
-    check_launch("tail_sums");
+    launch(exec, "tail_sums", tail_sums<T, kDim, kSource>, p.heads * group_blocks * kTailParts, kThreads,
+           Space<kDim>::bytes(p, kSource), p, mask, tail, static_cast<int>(group_blocks));
   };
   const auto from = [&]<class T, int kDim>() {
     if (p.exact) {
@@ -368,8 +362,7 @@ void tail_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space,
   };
   const auto of = [&]<class T>() { p.dim <= 64 ? from.template operator()<T, 64>() : from.template operator()<T, 128>(); };
   p.f16 ? of.template operator()<__half>() : of.template operator()<__nv_bfloat16>();
-  tail_means<<<static_cast<unsigned>(rows), kMeanThreads, 0, stream(exec)>>>(p, space, tail);
-  check_launch("tail_means");
+  launch(exec, "tail_means", tail_means, int64_t{p.heads} * p.groups, kMeanThreads, 0, p, tail);
 }
 
 }  // namespace scope::cuda

@@ -1,0 +1,54 @@
+// The proxy and the mask of a chunk of heads, as the kernels of score, select and the tail see them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/launch.h"
+
+namespace scope::cuda {
+
+// What logits are computed from.
+struct ProxyLaunch {
+  bool exact, f16;
+  int32_t heads, groups, count, dim, subspaces, codes;
+  float scale;
+  PerHead<const float> centroids;  // [groups, dim]
+  PerHead<const float> tables;     // [groups, subspaces, codes]
+  PerHead<const int32_t> labels;   // [subspaces, count]
+  HeadRows<const uint16_t> k;
+  const int32_t* rows;  // null: 0, 1, …
+
+  __device__ int32_t token(int32_t key) const { return rows == nullptr ? key : rows[key]; }
+  __device__ float element(uint16_t bits) const {
+    return f16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t{bits} << 16);
+  }
+  // One logit in f32, for everything that need not be fast.
+  __device__ float score(int32_t head, int32_t group, int32_t key) const {
+    float sum = 0;
+    if (exact) {
+      const float* q = centroids[head] + int64_t{group} * dim;
+      const uint16_t* x = k.row(head, token(key));
+      for (int i = 0; i < dim; i += 8) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(x + i);
+        const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+        for (int p = 0; p < 4; ++p) {
+          sum = fmaf(q[i + 2 * p], element(static_cast<uint16_t>(pairs[p])), sum);
+          sum = fmaf(q[i + 2 * p + 1], element(static_cast<uint16_t>(pairs[p] >> 16)), sum);
+        }
+      }
+      return sum * scale;
+    }
+    const float* table = tables[head] + int64_t{group} * subspaces * codes;
+    for (int m = 0; m < subspaces; ++m) sum += table[m * codes + labels[head][int64_t{m} * count + key]];
+    return sum;
+  }
+};
+
+struct MaskLaunch {
+  PerHead<uint32_t> rows;  // [groups, words]; null: only candidates are wanted
+  int64_t words;
+  bool direct;  // key j is token j and there are no others: words are stored; else bits are added to zeros
+};
+
+}  // namespace scope::cuda

@@ -1,0 +1,60 @@
+// The passes of select that keep whole codes: a sort per group, a bound per head, and masks.
+#pragma once
+
+#include "cuda/proxy.h"
+
+namespace scope::cuda {
+
+// How a group orders the codes: what all keep, then by weight.
+struct CodesOrder {
+  // Every group keeps the codes that are not similar, a group that is not keeps every code, and the other codes weigh once.
+  // Else there is no similarity, and a code weighs once for each of its keys.
+  bool by_similarity;
+  double similar;
+  PerHead<const float> q_similarity, k_similarity;  // null unless by_similarity
+  PerHead<const int32_t> sizes;
+
+  // NaN is not similar.
+  __device__ bool always(int64_t head, int code) const {
+    return by_similarity && !(static_cast<double>(k_similarity[head][code]) > similar);
+  }
+  __device__ bool keeps_all(int64_t head, int group) const {
+    return by_similarity && !(static_cast<double>(q_similarity[head][group]) > similar);
+  }
+};
+
+// How many codes of its order a group keeps past what all keep, at least one.
+enum class Bound {
+  share_of_codes,  // this share of the codes
+  mass_within,     // those up to which the mass is within the bound
+  mass_reaching,   // and the one that passes it; no fewer than `floor`
+};
+struct CodesRule {
+  Bound bound;
+  double alpha, given, target, rho;  // alpha as used; given: the bound when there is no target
+  int32_t floor;                     // codes that alpha keeps
+  PerHead<int32_t> counts, top_p;
+  PerHead<int64_t> head_budget;
+  PerHead<double> rho_used, alpha_used;
+};
+
+// Scratch of a chunk.
+struct CodesSpace {
+  int64_t bytes = 0;            // per head
+  PerHead<int32_t> code_sizes;  // [codes] keys of each
+  PerHead<int32_t> kept;        // [groups] codes that the group keeps
+  PerHead<uint16_t> rank;       // [groups, codes] where a code stands in the group's order
+  PerHead<int32_t> keys;        // [groups, codes] keys up to and with each rank
+  PerHead<double> mass;         // [groups, codes] share of the weight up to and with each rank; 0 for what all keep
+};
+
+// What codes weigh.
+void tally_pass(const Exec& exec, const ProxyLaunch& proxy, const CodesSpace& space);
+void rank_pass(const Exec& exec, const ProxyLaunch& proxy, const CodesOrder& order, const CodesSpace& space);
+
+// What is kept.
+void keep_codes_pass(const Exec& exec, const ProxyLaunch& proxy, const CodesOrder& order, const CodesRule& rule,
+                     const CodesSpace& space);
+void emit_codes_pass(const Exec& exec, const ProxyLaunch& proxy, const CodesSpace& space, const MaskLaunch& mask);
+
+}  // namespace scope::cuda

@@ -1,0 +1,169 @@
+// Whole codes: the keys of each code, and each group's order of the codes.
+#include "core/numeric.h"
+#include "cuda/device/reduce.cuh"
+#include "cuda/select/codes.h"
+
+namespace scope::cuda {
+
+namespace {
+
+// ---- keys of each code ----
+
+constexpr int kTallyThreads = 512, kTallyKeys = 8192;
+
+__global__ void __launch_bounds__(kTallyThreads) tally_codes(ProxyLaunch p, CodesSpace s, int parts) {
+  extern __shared__ int32_t counts[];  // [codes]
+  const int64_t head = blockIdx.x / parts;
+  const int begin = static_cast<int>(blockIdx.x % parts) * kTallyKeys, end = min(begin + kTallyKeys, p.count);
+  for (int r = threadIdx.x; r < p.codes; r += kTallyThreads) counts[r] = 0;
+  __syncthreads();
+  for (int j = begin + threadIdx.x; j < end; j += kTallyThreads) atomicAdd(counts + p.labels[head][j], 1);
+  __syncthreads();
+  for (int r = threadIdx.x; r < p.codes; r += kTallyThreads) {
+    if (counts[r] > 0) atomicAdd(s.code_sizes[head] + r, counts[r]);
+  }
+}
+
+// ---- each group's order ----
+
+constexpr int kRankThreads = 256, kRankWarps = kRankThreads / 32;
+constexpr int kMostEach = static_cast<int>(kMostRankedCodes) / kRankThreads;
+
+// A weight, and below its first 40 fraction bits the code: descending keys are descending weights, and equal weights in
+// ascending code.
+constexpr uint64_t kCodeMask = kMostRankedCodes - 1;
+static_assert((kMostRankedCodes & static_cast<int64_t>(kCodeMask)) == 0);
+__device__ uint64_t key_of(double weight, int code) {
+  return (static_cast<uint64_t>(__double_as_longlong(weight)) & ~kCodeMask) | (kCodeMask - static_cast<uint64_t>(code));
+}
+__device__ int code_of(uint64_t key) { return static_cast<int>(kCodeMask - (key & kCodeMask)); }
+// In sums, what all keep weighs nothing.
+__device__ double weight_of(uint64_t key) {
+  const double weight = __longlong_as_double(static_cast<int64_t>(key & ~kCodeMask));
+  return weight < INFINITY ? weight : 0.0;
+}
+
+// Sorts kRankThreads x kEach keys, descending; thread t has number t x kEach and those that follow. Bitonic: neighbours
+// within a thread, then within a warp, and what is further apart through shared memory [kRankThreads x kEach].
+// cub::BlockRadixSort would take 16 passes over the 64 bits, with several barriers each; only six exchanges here have any.
+template <int kEach>
+__device__ void sort_keys(uint64_t (&key)[kEach], uint64_t* shared) {
+  const int first = static_cast<int>(threadIdx.x) * kEach;
+  for (int run = 2; run <= kRankThreads * kEach; run *= 2) {
+    for (int distance = run / 2; distance >= kEach; distance /= 2) {
+      const bool larger = ((first & distance) == 0) == ((first & run) == 0);
+      const int lanes = distance / kEach;
+      uint64_t other[kEach];
+      if (lanes < 32) {
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) other[e] = __shfl_xor_sync(~0u, key[e], lanes);
+      } else {
+        __syncthreads();  // everyone has read what was there
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) shared[e * kRankThreads + threadIdx.x] = key[e];
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) other[e] = shared[e * kRankThreads + (threadIdx.x ^ lanes)];
+      }
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if ((other[e] > key[e]) == larger) key[e] = other[e];
+      }
+    }
+#pragma unroll
+    for (int distance = kEach / 2; distance > 0; distance /= 2) {
+      if (distance >= run) continue;
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if ((e & distance) != 0) continue;
+        const uint64_t x = key[e], y = key[e + distance];
+        const bool swap = (y > x) == (((first + e) & run) == 0);
+        key[e] = swap ? y : x;
+        key[e + distance] = swap ? x : y;
+      }
+    }
+  }
+}
+
+// One argument: of two smaller ones, the compiler would hold more in registers.
+struct RankLaunch : CodesOrder, CodesSpace {};
+
+// A block for each group: what a code weighs in it, and where that places the code.
+template <int kEach>
+__global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(ProxyLaunch p, RankLaunch a) {
+  __shared__ uint64_t shared[kRankThreads * kEach];
+  __shared__ float highs[kRankWarps];
+  const int64_t head = blockIdx.x / p.groups, group = blockIdx.x % p.groups;
+  if (a.sizes[head][group] == 0) return;
+  const float* scores = p.tables[head] + group * p.codes;
+  const int32_t* code_sizes = a.code_sizes[head];
+  const auto weighs = [&](int r) { return a.by_similarity ? !a.always(head, r) : code_sizes[r] > 0; };
+
+  float high = -INFINITY;  // without NaN
+  for (int r = threadIdx.x; r < p.codes; r += kRankThreads) {
+    if (weighs(r)) high = fmaxf(high, scores[r]);
+  }
+  high = warp_max(high);
+  if (threadIdx.x % 32 == 0) highs[threadIdx.x / 32] = high;
+  __syncthreads();
+  for (const float other : highs) high = fmaxf(high, other);
+
+  uint64_t key[kEach];
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const int r = e * kRankThreads + static_cast<int>(threadIdx.x);
+    double weight = 0;  // of what is no code, too: it has a higher number than all that are, and so comes last
+    if (r < p.codes && a.always(head, r)) {
+      weight = INFINITY;
+    } else if (r < p.codes && weighs(r)) {
+      weight = exp(static_cast<double>(scores[r]) - static_cast<double>(high)) * (a.by_similarity ? 1 : code_sizes[r]);
+      if (!(weight < INFINITY)) weight = 0;
+    }
+    key[e] = key_of(weight, r);
+  }
+  sort_keys<kEach>(key, shared);
+
+  double mass = 0, total = 0;
+  int32_t keys = 0;
+  const int first = static_cast<int>(threadIdx.x) * kEach;
+  const auto keys_of = [&](int e) { return first + e < p.codes ? code_sizes[code_of(key[e])] : 0; };
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) mass += weight_of(key[e]), keys += keys_of(e);
+  exclusive_scan<kRankThreads>(mass, keys, total);
+  auto* rank = reinterpret_cast<uint16_t*>(shared);  // [codes], in use since the scan waited for everyone
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    if (first + e >= p.codes) break;
+    mass += weight_of(key[e]);
+    keys += keys_of(e);
+    a.mass[head][group * p.codes + first + e] = total > 0 ? mass / total : 0.0;
+    a.keys[head][group * p.codes + first + e] = keys;
+    rank[code_of(key[e])] = static_cast<uint16_t>(first + e);
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < p.codes; r += kRankThreads) a.rank[head][group * p.codes + r] = rank[r];
+}
+
+template <int kEach>
+void launch_rank(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesSpace& space) {
+  if constexpr (kEach < kMostEach) {
+    if (p.codes > kRankThreads * kEach) return launch_rank<2 * kEach>(exec, p, order, space);
+  }
+  launch(exec, "rank_codes", rank_codes<kEach>, int64_t{p.heads} * p.groups, kRankThreads, 0, p, RankLaunch{order, space});
+}
+
+}  // namespace
+
+void tally_pass(const Exec& exec, const ProxyLaunch& p, const CodesSpace& space) {
+  const int64_t bytes = int64_t{p.codes} * 4, parts = ceil_div(p.count, kTallyKeys);
+  check(cudaMemset2DAsync(space.code_sizes.base, static_cast<size_t>(space.bytes), 0, static_cast<size_t>(bytes),
+                          static_cast<size_t>(p.heads), stream(exec)),
+        "select: sizes of codes");
+  launch(exec, "tally_codes", tally_codes, p.heads * parts, kTallyThreads, bytes, p, space, static_cast<int>(parts));
+}
+
+void rank_pass(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesSpace& space) {
+  launch_rank<1>(exec, p, order, space);
+}
+
+}  // namespace scope::cuda

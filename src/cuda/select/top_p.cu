@@ -1,0 +1,171 @@
+// t_c: how many of a row's keys reach rho of its mass; under a target, rho too.
+#include "cuda/device/reduce.cuh"
+#include "cuda/select/passes.h"
+#include "cuda/select/rows.cuh"
+#include "cuda/select/scanned.cuh"
+
+namespace scope::cuda {
+
+namespace {
+
+// How much of the mass the fractions' rounding and a bin's unknown order may move, together; the tolerance is 1e-3.
+constexpr float kMostDoubt = 9e-4f;
+
+// The rho at which the rule keeps `goal` of the keys. Three points of the interval at a time: what a round
+// costs is latency.
+__device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a, int64_t head) {
+  if (a.goal >= 1) return 1.0;
+  const int32_t* sizes = a.sizes[head];
+  int64_t queries[1] = {0};
+  for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) queries[0] += sizes[c];
+  block_sums<kSolveThreads>(queries);
+  const bool one_each = p.groups <= kSolveThreads;  // then a thread remembers where its group's crossing can be
+  const int32_t floor = max(1, a.floor);
+  double low = 0, high = 1;
+  int from = 0, to = bins.count - 1;
+  for (int round = 0; round < 20 && queries[0] > 0; ++round) {
+    const double quarter = 0.25 * (high - low);
+    int bin[3] = {};
+    int32_t base[3] = {};
+    const auto set_bases = [&](int c) {
+      const Scanned row(s, bins, head, c);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const auto at = row.cross(low + (i + 1) * quarter, one_each ? from : 0, one_each ? to : bins.count - 1);
+        bin[i] = at.bin;
+        base[i] = max(at.count, floor);
+      }
+    };
+    int64_t total[3] = {}, kept[3] = {}, budget[3];
+    for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
+      if (sizes[c] == 0) continue;
+      set_bases(c);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) total[i] += int64_t{sizes[c]} * base[i];
+    }
+    block_sums<kSolveThreads>(total);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) budget[i] = a.shares_budget ? (total[i] + queries[0] - 1) / queries[0] : 0;
+    for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
+      if (sizes[c] == 0) continue;
+      if (!one_each) set_bases(c);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) kept[i] += sizes[c] * max(int64_t{base[i]}, budget[i]);
+    }
+    block_sums<kSolveThreads>(kept);
+    const double goal = a.goal * static_cast<double>(queries[0]) * p.count;
+    const double start = low;
+#pragma unroll
+    for (int i = 2; i >= 0; --i) {
+      if (static_cast<double>(kept[i]) < goal) continue;
+      high = start + (i + 1) * quarter;
+      to = bin[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      if (static_cast<double>(kept[i]) >= goal) break;
+      low = start + (i + 1) * quarter;
+      from = bin[i];
+    }
+  }
+  return fmin(fmax(0.5 * (low + high), 1e-9), 1.0 - 1e-12);
+}
+
+__global__ void __launch_bounds__(kSolveThreads) solve_top_p(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a) {
+  const int64_t head = blockIdx.x;
+  const double rho = a.goal > 0 ? solve_rho(p, s, bins, a, head) : a.rho;
+  if (threadIdx.x == 0) {
+    *a.rho_used[head] = rho;
+    *a.alpha_used[head] = a.alpha;
+  }
+  for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
+    uint32_t todo = 0, limit = 0, end = 0;
+    int32_t top_p = 0;
+    float part = 0;
+    if (a.sizes[head][c] > 0 && rho >= 1) {
+      top_p = p.count;
+    } else if (a.sizes[head][c] > 0) {
+      const Scanned row(s, bins, head, c);
+      const auto at = row.cross(rho, 0, bins.count - 1);
+      top_p = min(at.count, p.count);
+      const float step = row.width / (1 << kMomentBits);  // fractions are within half of this
+      const float blur = fminf(static_cast<float>(rho * (1 - rho)) * step, 4 * s.blur[head][c] * step * 0.29f);
+      const bool doubtful = blur + at.doubt > kMostDoubt;
+      if (!(s.range[head][c] <= kMostRange) || 2 * blur > kMostDoubt || (doubtful && at.n > kFewCandidates)) {
+        todo = kExactTopP;
+      } else if (doubtful) {
+        todo = kRefineTopP;
+        limit = static_cast<uint32_t>(at.bin) << bins.sub_bits;
+        end = limit + (1u << bins.sub_bits);
+        part = at.part;
+      }
+    }
+    a.top_p[head][c] = top_p;
+    s.todo[head][c] = todo;
+    s.limit[head][c] = limit;
+    s.end[head][c] = end;
+    s.part[head][c] = part;
+  }
+}
+
+// t_c from the depths of the keys in its bin: the fewest from the top whose mass is `part` of the bin's.
+__global__ void __launch_bounds__(kPickThreads)
+    refine_top_p(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a, int key_bits) {
+  const int shift = max(0, bins.sub_bits - (32 - key_bits));
+  for_rows(p, s, kRefineTopP, [&](int32_t head, int32_t group) {
+    constexpr int kEach = kFewCandidates / kPickThreads;
+    const auto n = static_cast<int>(s.found[head][group]);
+    const uint32_t* list = s.few[head] + group * kFewCandidates;
+    uint32_t fraction[kEach], weight[kEach], total = 0;
+    const float step = s.step[head][group] * static_cast<float>(1 << shift);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kPickThreads;
+      fraction[i] = at < n ? list[at] >> key_bits : ~0u;
+      weight[i] = at < n ? static_cast<uint32_t>(expf(-step * static_cast<float>(fraction[i])) * 0x1p22f) : 0;
+      total += weight[i];
+    }
+    const auto goal = static_cast<uint32_t>(ceil(static_cast<double>(s.part[head][group]) * block_sum<kPickThreads>(total)));
+    uint32_t low = 0, high = (1u << bins.sub_bits) - 1;  // the first fraction by which the mass is reached
+    while (low < high) {
+      const uint32_t middle = (low + high) / 2;
+      uint32_t mass = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) mass += fraction[i] <= middle ? weight[i] : 0;
+      if (block_sum<kPickThreads>(mass) >= goal) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    uint32_t mass = 0, before = 0, equal = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      mass += fraction[i] < low ? weight[i] : 0;
+      before += fraction[i] < low ? 1 : 0;
+      equal += fraction[i] == low ? 1 : 0;
+    }
+    mass = block_sum<kPickThreads>(mass);
+    before = block_sum<kPickThreads>(before);
+    equal = block_sum<kPickThreads>(equal);
+    if (threadIdx.x != 0) return;
+    const auto each = max(1u, static_cast<uint32_t>(expf(-step * static_cast<float>(low)) * 0x1p22f));
+    const uint32_t more = min(max((max(goal, mass) - mass + each - 1) / each, 1u), max(equal, 1u));
+    const int bin = static_cast<int>(s.limit[head][group] >> bins.sub_bits);
+    a.top_p[head][group] = min(Scanned(s, bins, head, group).keys(bin - 1) + static_cast<int32_t>(before + more), p.count);
+    s.found[head][group] = 0;  // for the selection's candidates
+  });
+}
+
+}  // namespace
+
+void solve_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a) {
+  launch(exec, "solve_top_p", solve_top_p, p.heads, kSolveThreads, 0, p, s, bins, a);
+}
+
+void refine_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a) {
+  launch(exec, "refine_top_p", refine_top_p, blocks_for(exec, 16, int64_t{p.heads} * p.groups), kPickThreads, 0, p, s, bins,
+         a, index_bits(p.count));
+}
+
+}  // namespace scope::cuda
