@@ -137,7 +137,7 @@ class Ablation {
       : options_(options),
         folder_(find_model_folder(options.model)),
         notes_(video::read_notes(folder_)),
-        config_(video::read_config(folder_)),
+        config_(video::read_model_config(folder_)),
         context_(options.machine.context()) {
     require(options.seeds >= 1 && options.seeds <= 10000, Status::invalid_argument, "--seeds: got {}, expected 1..10000",
             options.seeds);
@@ -166,22 +166,22 @@ class Ablation {
   void run(const std::function<void()>& done) {
     count_clips();
     const auto engine = make_engine(compute_);
-    const video::Transformer model(folder_, *engine);
+    const auto model = video::open_model(folder_, *engine);
     std::unique_ptr<video::Engine> other_engine;
-    std::unique_ptr<video::Transformer> other_model;
+    std::unique_ptr<video::Model> other_model;
     if (!options_.no_control && !gpu_) {
       other_engine = make_engine(other_compute());
-      other_model = std::make_unique<video::Transformer>(folder_, *other_engine);
+      other_model = video::open_model(folder_, *other_engine);
     }
     // Libraries and kernels load with their first use.
     video::Request request = make_request(0, parse_method("dense", ""));
     request.steps = 1;
-    video::generate(model, request);
+    video::generate(*model, request);
 
     const auto runs = options_.seeds * (1 + std::ssize(rows_));
     progress_ = std::make_unique<Progress>("ablate", runs * options_.steps * config_.layers);
     for (int64_t seed = 0; seed < options_.seeds; ++seed) {
-      const Video dense = make_video(model, seed, "dense", parse_method("dense", ""));
+      const Video dense = make_video(*model, seed, "dense", parse_method("dense", ""));
       if (seed == 0 && runs > 1) {
         fmt::print(stderr, "{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n",
                    isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", runs, dense.sample.seconds,
@@ -190,7 +190,7 @@ class Ablation {
       dense_.push_back(compare(dense, dense));
       for (Row& row : rows_) {
         if (row.left_out) continue;
-        const Video clip = make_video(row.control && !gpu_ ? *other_model : model, seed, row.variant, row.settings);
+        const Video clip = make_video(row.control && !gpu_ ? *other_model : *model, seed, row.variant, row.settings);
         row.results.push_back(compare(dense, clip));
         if (seed == 0 && !row.control) check_first(row, clip.sample);
       }
@@ -332,16 +332,7 @@ class Ablation {
   }
 
   Plan make_plan(const Settings& settings) const {
-    const int64_t tokens = grid_[0] * grid_[1] * grid_[2];
-    return {context_,
-            settings,
-            {.heads = config_.heads,
-             .q_tokens = tokens,
-             .k_tokens = tokens,
-             .dim = config_.head_dim,
-             .dtype = compute_ == "bf16" ? DType::bf16 : DType::f32,
-             .rope = config_.rope(),
-             .subspaces = {}}};
+    return {context_, settings, video::attention_shape(config_, grid_, compute_ == "bf16" ? DType::bf16 : DType::f32)};
   }
 
   // Every variant and density of the tables once; what cannot run is refused or, in a suite, said.
@@ -417,11 +408,11 @@ class Ablation {
     request.settings = settings;
     inputs_.example = seed % clips_;
     read_rgb_inputs(inputs_, folder_, config_, size_, request);
-    request.noise = video::make_noise(static_cast<uint64_t>(seed), config_.out_channels * size_[0] * size_[1] * size_[2]);
+    request.noise = video::make_noise(static_cast<uint64_t>(seed), config_.latent_channels * size_[0] * size_[1] * size_[2]);
     return request;
   }
 
-  Video make_video(const video::Transformer& model, int64_t seed, const std::string& name, const Settings& settings) {
+  Video make_video(const video::Model& model, int64_t seed, const std::string& name, const Settings& settings) {
     video::Request request = make_request(seed, settings);
     const std::string note = fmt::format("seed {} of {}, {}", seed + 1, options_.seeds, name);
     request.done = [&](const video::CallReport&) { progress_->step(note); };
@@ -536,7 +527,7 @@ class Ablation {
   const Options& options_;
   std::string folder_;
   video::Notes notes_;
-  video::Config config_;
+  video::ModelConfig config_;
   Context context_;
   bool gpu_ = false;
   std::string compute_;

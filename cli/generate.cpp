@@ -14,6 +14,7 @@
 #include "io/png.h"
 #include "io/safetensors.h"
 #include "video/media.h"
+#include "video/weights.h"
 #include "video_run.h"
 
 namespace scope::cli {
@@ -68,7 +69,7 @@ class RunFolder {
   std::string path_, temporary_;
 };
 
-void read_inputs(const Options& options, const std::string& path, const video::Config& config,
+void read_inputs(const Options& options, const std::string& path, const video::ModelConfig& config,
                  const std::array<int64_t, 3>& size, video::Request& request) {
   require(!path.empty(), Status::invalid_argument,
           "--condition: this model needs a .safetensors file with prompt_embeds and what else --help lists");
@@ -92,9 +93,9 @@ void read_inputs(const Options& options, const std::string& path, const video::C
   const bool negative = file.tensors.contains("negative_prompt_embeds");
   if (options.guidance == 0) request.guidance = negative ? 5.0 : 1.0;
   if (request.guidance != 1) request.negative = prompt("negative_prompt_embeds");
-  if (config.in_channels > config.out_channels) {
-    request.condition = take_floats(path, file, "condition",
-                                    {config.in_channels - config.out_channels, size[0], size[1], size[2]}, options.example);
+  if (config.condition_channels > 0) {
+    request.condition =
+        take_floats(path, file, "condition", {config.condition_channels, size[0], size[1], size[2]}, options.example);
   }
 }
 
@@ -142,9 +143,9 @@ io::Array float_array(const std::vector<float>& values, std::vector<int64_t> sha
 }
 
 // q, k, v of a call as [heads, tokens, dim], with the metadata that the other commands read.
-void write_qkv(const std::string& path, const video::Config& config, const std::array<int64_t, 3>& grid, DType dtype,
+void write_qkv(const std::string& path, const video::ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype,
                std::initializer_list<std::pair<const char*, const std::vector<std::byte>*>> parts) {
-  const int64_t tokens = grid[0] * grid[1] * grid[2], row = config.head_dim * dtype_bytes(dtype);
+  const int64_t tokens = config.tokens(grid), row = config.head_dim * dtype_bytes(dtype);
   io::SafeTensors file;
   for (const auto& [name, bytes] : parts) {
     io::Array& array = file.tensors[name];
@@ -159,7 +160,7 @@ void write_qkv(const std::string& path, const video::Config& config, const std::
     }
   }
   file.metadata["grid"] = io::join(grid, "x");
-  file.metadata["rope"] = io::join(config.rope(), ",");
+  file.metadata["rope"] = io::join(config.rope, ",");
   io::write_safetensors(path, file);
 }
 
@@ -183,7 +184,7 @@ void run(const Options& options) {
   require(options.steps >= 1, Status::invalid_argument, "--steps: got {}, expected at least 1", options.steps);
   const std::string folder = find_model_folder(options.model);
   const video::Notes notes = video::read_notes(folder);
-  const video::Config config = video::read_config(folder);
+  const video::ModelConfig config = video::read_model_config(folder);
   const bool has_grid = notes.grid[0] > 0;
   require(has_grid || !options.grid.empty(), Status::invalid_argument, "--grid: this model needs one, as TxHxW in tokens");
 
@@ -204,9 +205,9 @@ void run(const Options& options) {
   } else {
     read_inputs(options, options.condition, config, size, request);
   }
-  const std::vector<int64_t> latent_shape{config.out_channels, size[0], size[1], size[2]};
+  const std::vector<int64_t> latent_shape{config.latent_channels, size[0], size[1], size[2]};
   if (options.noise.empty()) {
-    request.noise = video::make_noise(options.seed, config.out_channels * size[0] * size[1] * size[2]);
+    request.noise = video::make_noise(options.seed, config.latent_channels * size[0] * size[1] * size[2]);
   } else {
     request.noise = take_floats(options.noise, io::read_safetensors(options.noise), "noise", latent_shape, 0);
   }
@@ -235,13 +236,13 @@ void run(const Options& options) {
   }
   const auto engine =
       gpu ? video::make_cuda_engine(context) : video::make_cpu_engine(context, compute == "bf16" ? DType::bf16 : DType::f32);
-  const video::Transformer model(folder, *engine);
+  const auto model = video::open_model(folder, *engine);
   const int64_t passes = request.guidance == 1 ? 1 : 2;
   auto progress = std::make_unique<Progress>("generate " + options.method, request.steps * passes * config.layers);
   request.done = [&](const video::CallReport& call) {
     progress->step(fmt::format("step {} of {}", call.step + 1, request.steps));
   };
-  const video::Sample sample = video::generate(model, request);
+  const video::Sample sample = video::generate(*model, request);
   progress.reset();
 
   const double density = mean_density(sample);

@@ -9,6 +9,7 @@
 
 #include "io/png.h"
 #include "video/media.h"
+#include "video/weights.h"
 
 namespace scope::cli {
 
@@ -58,16 +59,16 @@ std::array<int64_t, 3> parse_grid(const std::string& text) {
   return {values[0], values[1], values[2]};
 }
 
-void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Config& config,
+void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::ModelConfig& config,
                      const std::array<int64_t, 3>& size, video::Request& request) {
   const std::string examples = folder + "/examples.safetensors";
   const std::string path = options.condition.empty() ? examples : options.condition;
   const io::SafeTensors file = io::read_safetensors(path);
   request.prompt.text = take_floats(path, file, "prompt_embeds", {-1, config.text_dim}, options.example);
-  require(config.in_channels == video::kRgbChannels + video::kGuideChannels + video::kRgbChannels &&
-              config.out_channels == video::kRgbChannels,
+  require(config.condition_channels == video::kGuideChannels + video::kRgbChannels &&
+              config.latent_channels == video::kRgbChannels,
           Status::format, "{}: scope.json says rgb, which takes 28 channels and gives 12; config.json says {} and {}",
-          folder, config.in_channels, config.out_channels);
+          folder, config.latent_channels + config.condition_channels, config.latent_channels);
   io::Image first;
   if (!options.image.empty()) {
     first = io::read_png(options.image);

@@ -20,7 +20,7 @@ std::vector<float> take_floats(const std::string& path, const io::SafeTensors& f
                                const std::vector<int64_t>& shape, int64_t pick);
 std::array<int64_t, 3> parse_grid(const std::string& text);
 // What the bundled model is conditioned on: the first frame and the motion tokens of an example, or of the user's files.
-void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Config& config,
+void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::ModelConfig& config,
                      const std::array<int64_t, 3>& size, video::Request& request);
 
 // Total, and its parts: calls that ran dense, attend and selection of the others, and the rest.

@@ -15,6 +15,7 @@
 #include "io/safetensors.h"
 #include "methods/methods.h"
 #include "video/media.h"
+#include "video/models/wan/layers.h"
 #include "video/sampler.h"
 
 namespace scope::video {
@@ -72,12 +73,12 @@ TEST(VideoOnCpu, SamplesOfDiffusers) {
       const Context context(2, set.name);
       for (const DType compute : {DType::f32, DType::bf16}) {
         const auto engine = make_cpu_engine(context, compute);
-        const Transformer model(kCases + name, *engine);
-        const Sample sample = generate(model, c.request);
+        const auto model = open_model(kCases + name, *engine);
+        const Sample sample = generate(*model, c.request);
         const double error = distance(sample.latent, c);
         EXPECT_LT(error, compute == DType::f32 ? 1e-5 : 0.03) << name << " " << set.name << " " << dtype_name(compute);
         EXPECT_GT(error, compute == DType::f32 ? 0 : 1e-4) << name;  // bf16 did round
-        EXPECT_EQ(std::ssize(sample.calls), c.request.steps * 2 * model.config().layers);
+        EXPECT_EQ(std::ssize(sample.calls), c.request.steps * 2 * model->config().layers);
       }
     }
   }
@@ -91,11 +92,11 @@ TEST(VideoOnCpu, BundledModelGivesTheClipOfItsSampler) {
   std::memcpy(image.rgb.data(), first.data.data(), first.data.size());
   const Context context(2);
   const auto engine = make_cpu_engine(context, DType::f32);
-  const Transformer model(kBundled, *engine);
-  c.request.condition = first_frame_condition(image, latent_size(model.config(), c.request.grid));
-  const Sample sample = generate(model, c.request);
+  const auto model = open_model(kBundled, *engine);
+  c.request.condition = first_frame_condition(image, latent_size(model->config(), c.request.grid));
+  const Sample sample = generate(*model, c.request);
   EXPECT_LT(distance(sample.latent, c), 2e-5);
-  EXPECT_EQ(to_frames(sample.latent, latent_size(model.config(), c.request.grid)).size(), 5u);
+  EXPECT_EQ(to_frames(sample.latent, latent_size(model->config(), c.request.grid)).size(), 5u);
 }
 
 TEST(VideoOnCpu, SameBitsForAnyThreadCount) {
@@ -104,11 +105,11 @@ TEST(VideoOnCpu, SameBitsForAnyThreadCount) {
   for (const int threads : {1, 2, 5}) {
     const Context context(threads);
     const auto engine = make_cpu_engine(context, DType::f32);
-    const Transformer model(kCases + "i2v_image_branch", *engine);
+    const auto model = open_model(kCases + "i2v_image_branch", *engine);
     Request request = c.request;
     request.settings = find_method("scope").settings();
     request.settings.dense_steps = 0;
-    const auto latent = generate(model, request).latent;
+    const auto latent = generate(*model, request).latent;
     if (once.empty()) once = latent;
     EXPECT_EQ(latent, once);
   }
@@ -118,7 +119,7 @@ TEST(VideoOnCpu, EveryLayerAndBranchHasItsOwnState) {
   const Case c = read_case("t2v_sharded");
   const Context context(1);
   const auto engine = make_cpu_engine(context, DType::f32);
-  const Transformer model(kCases + "t2v_sharded", *engine);
+  const auto model = open_model(kCases + "t2v_sharded", *engine);
   Request request = c.request;
   request.settings = find_method("scope").settings();
   request.settings.groups = request.settings.codes = 4;
@@ -127,7 +128,7 @@ TEST(VideoOnCpu, EveryLayerAndBranchHasItsOwnState) {
   request.steps = 8;
   int64_t reports = 0;
   request.done = [&](const CallReport&) { ++reports; };
-  const Sample sample = generate(model, request);
+  const Sample sample = generate(*model, request);
   ASSERT_EQ(reports, 8 * 2 * 2);
   for (const CallReport& call : sample.calls) {
     const Reason expected = call.step < 2 ? Reason::dense_step : Reason::sparse;
@@ -139,11 +140,11 @@ TEST(VideoOnCpu, EveryLayerAndBranchHasItsOwnState) {
   }
   // Keeping everything must be dense attention.
   request.settings.rho = 1;
-  EXPECT_LT(distance(generate(model, request).latent,
+  EXPECT_LT(distance(generate(*model, request).latent,
                      [&] {
                        Case dense = c;
                        request.settings = find_method("dense").settings();
-                       dense.sample = generate(model, request).latent;
+                       dense.sample = generate(*model, request).latent;
                        return dense;
                      }()),
             1e-5);
@@ -153,7 +154,7 @@ TEST(VideoOnCpu, WatchedTensorsAreWhatAttentionTakes) {
   const Case c = read_case("t2v_sharded");
   const Context context(1);
   const auto engine = make_cpu_engine(context, DType::f32);
-  const Transformer model(kCases + "t2v_sharded", *engine);
+  const auto model = open_model(kCases + "t2v_sharded", *engine);
   Request request = c.request;
   int64_t seen = 0;
   request.wanted = [](int64_t step, int64_t, int64_t branch) { return step == 1 && branch == 1; };
@@ -167,7 +168,7 @@ TEST(VideoOnCpu, WatchedTensorsAreWhatAttentionTakes) {
     EXPECT_NE(q, k);
     EXPECT_NE(k, v);
   };
-  generate(model, request);
+  generate(*model, request);
   EXPECT_EQ(seen, 2);
 }
 
@@ -190,11 +191,11 @@ void expect_refusal(const std::function<void()>& body, Status status, const std:
 TEST(VideoOnCpu, RequestsThatDoNotFit) {
   const Context context(1);
   const auto engine = make_cpu_engine(context, DType::f32);
-  const Transformer model(kCases + "i2v_image_branch", *engine);
+  const auto model = open_model(kCases + "i2v_image_branch", *engine);
   const auto with = [&](const std::function<void(Request&)>& change, Status status, const std::string& words) {
     Case c = read_case("i2v_image_branch");
     change(c.request);
-    expect_refusal([&] { generate(model, c.request); }, status, words);
+    expect_refusal([&] { generate(*model, c.request); }, status, words);
   };
   with([](Request& r) { r.noise.pop_back(); }, Status::shape, "noise");
   with([](Request& r) { r.condition.clear(); }, Status::shape, "condition: got 0 numbers, expected [5, 3, 8, 10]");
@@ -208,10 +209,10 @@ TEST(VideoOnCpu, RequestsThatDoNotFit) {
   with([](Request& r) { r.shift = 0; }, Status::invalid_argument, "shift");
   with([](Request& r) { r.guidance = NAN; }, Status::invalid_argument, "guidance");
   with([](Request& r) { r.noise[7] = NAN; }, Status::non_finite, "NaN");
-  const Transformer plain(kCases + "t2v_sharded", *engine);
+  const auto plain = open_model(kCases + "t2v_sharded", *engine);
   Case c = read_case("t2v_sharded");
   c.request.prompt.image = {1, 2, 3};
-  expect_refusal([&] { generate(plain, c.request); }, Status::shape, "takes none");
+  expect_refusal([&] { generate(*plain, c.request); }, Status::shape, "takes none");
 }
 
 // A copy of a model's folder that a test may spoil.
@@ -231,7 +232,7 @@ class Folder {
   void expect(const std::string& words, Status status = Status::format) const {
     const Context context(1);
     const auto engine = make_cpu_engine(context, DType::f32);
-    expect_refusal([&] { const Transformer model(path_, *engine); }, status, words);
+    expect_refusal([&] { open_model(path_, *engine); }, status, words);
   }
 
  private:
@@ -291,7 +292,7 @@ TEST(VideoOnCpu, SpoiledCheckpoints) {
     });
     const Context context(1);
     const auto engine = make_cpu_engine(context, DType::f32);
-    EXPECT_NO_THROW(Transformer(folder.file("."), *engine));
+    EXPECT_NO_THROW(open_model(folder.file("."), *engine));
   }
   {
     const Folder folder("t2v_sharded");
@@ -345,7 +346,8 @@ TEST(VideoOnCpu, ConfigsThatAreWrongOrContradictTheWeights) {
   with("\"added_kv_proj_dim\": 24", "\"added_kv_proj_dim\": null", "attn2.add_k_proj");
   with("\"out_channels\": 4", "\"out_channels\": 40", "in_channels: got 9");
   with("\"ffn_dim\": 20", "\"ffn_dim\": 20, \"window\": 3", "'window': unknown key");
-  with("WanTransformer3DModel", "WanVACETransformer3DModel", "_class_name");
+  with("WanTransformer3DModel", "WanVACETransformer3DModel",
+       "_class_name: got \"WanVACETransformer3DModel\", expected \"WanTransformer3DModel\"");
   with("rms_norm_across_heads", "rms_norm", "qk_norm");
   with("{", "[{", "config.json");
   folder.write("config.json", std::string(100000, '['));
@@ -357,8 +359,9 @@ TEST(VideoOnCpu, ConfigsThatAreWrongOrContradictTheWeights) {
 }
 
 TEST(VideoOnCpu, ConfigDefaultsAreThoseOfDiffusers) {
-  const Config config = parse_config(R"({"_class_name": "WanTransformer3DModel", "qk_norm": "rms_norm_across_heads"})");
-  EXPECT_EQ(config, Config{});
+  const wan::Config config =
+      wan::parse_config(R"({"_class_name": "WanTransformer3DModel", "qk_norm": "rms_norm_across_heads"})");
+  EXPECT_EQ(config, wan::Config{});
   EXPECT_EQ(config.dim(), 5120);
   EXPECT_EQ(config.rope(), (std::vector<int64_t>{44, 42, 42}));
 }
@@ -455,7 +458,7 @@ double difference(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 // A folder with a random model of which every width is a multiple of 8.
-Config write_random_model(const std::string& folder, bool image) {
+wan::Config write_random_model(const std::string& folder, bool image) {
   fs::remove_all(folder);
   fs::create_directories(folder);
   std::ofstream(folder + "/config.json")
@@ -464,10 +467,11 @@ Config write_random_model(const std::string& folder, bool image) {
       << (image ? 10 : 4) << R"(, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 72)"
       << (image ? R"(, "image_dim": 40, "added_kv_proj_dim": 48, "pos_embed_seq_len": 14)" : R"(, "cross_attn_norm": false)")
       << "}";
-  const Config config = read_config(folder);
+  const wan::Config config = read_config(folder, wan::parse_config);
   io::SafeTensors file;
   uint64_t seed = 1;
-  for (const auto& [name, shape] : tensor_shapes(config)) {
+  wan::Layers layers;
+  for (const auto& [name, shape, place, on_host] : wan::list_tensors(config, layers).tensors) {
     int64_t n = 1;
     for (const int64_t side : shape) n *= side;
     std::vector<float> values = make_noise(seed++, n);
@@ -485,12 +489,12 @@ TEST_F(VideoOnDevice, SamplesOfTheCpu) {
   const Context cpu(2), gpu = Context::on_gpu(0);
   for (const bool image : {false, true}) {
     const std::string folder = fs::temp_directory_path() / fmt::format("scope_video_gpu_{}", ::getpid());
-    const Config config = write_random_model(folder, image);
+    const wan::Config config = write_random_model(folder, image);
     Request request;
     request.grid = {3, 5, 7};
     request.steps = 4;
     request.guidance = 3;
-    const auto size = latent_size(config, request.grid);
+    const auto size = latent_size(config.common(), request.grid);
     const int64_t volume = size[0] * size[1] * size[2];
     request.noise = make_noise(100, config.out_channels * volume);
     request.condition = make_noise(101, (config.in_channels - config.out_channels) * volume);
@@ -504,8 +508,8 @@ TEST_F(VideoOnDevice, SamplesOfTheCpu) {
       request.settings = find_method(method).settings();
       if (!request.settings.dense) request.settings.rho = 1;  // every key, through the sparse path: rounding alone remains
       const auto run = [&](std::unique_ptr<Engine> engine) {
-        const Transformer model(folder, *engine);
-        return generate(model, request);
+        const auto model = open_model(folder, *engine);
+        return generate(*model, request);
       };
       const auto exact = run(make_cpu_engine(cpu, DType::f32)).latent;
       const double own = difference(run(make_cpu_engine(cpu, DType::bf16)).latent, exact);
@@ -524,10 +528,10 @@ TEST_F(VideoOnDevice, BundledExampleIsReproduced) {
   const io::SafeTensors file = io::read_safetensors(kBundled + "/examples.safetensors");
   const Context gpu = Context::on_gpu(0);
   const auto engine = make_cuda_engine(gpu);
-  const Transformer model(kBundled, *engine);
+  const auto model = open_model(kBundled, *engine);
   Request request;
   request.grid = {13, 20, 32};
-  const auto size = latent_size(model.config(), request.grid);
+  const auto size = latent_size(model->config(), request.grid);
   const auto& truth = file.tensors.at("truth");
   io::Image first{80, 128, std::vector<uint8_t>(80 * 128 * 3)};
   std::memcpy(first.rgb.data(), truth.data.data(), first.rgb.size());
@@ -539,8 +543,8 @@ TEST_F(VideoOnDevice, BundledExampleIsReproduced) {
   for (const char* method : {"dense", "scope"}) {
     request.settings = find_method(method).settings();
     if (!request.settings.dense) set_setting(request.settings, "target_density", "0.2");
-    generate(model, request);  // warms up
-    const Sample sample = generate(model, request);
+    generate(*model, request);  // warms up
+    const Sample sample = generate(*model, request);
     double mse = 0;
     for (size_t i = 0; i < expected.size(); ++i) mse += std::pow((double{sample.latent[i]} - double{expected[i]}) / 4, 2);
     const double psnr = -10 * std::log10(mse / static_cast<double>(expected.size()));

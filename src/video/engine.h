@@ -69,6 +69,13 @@ class Engine {
   virtual void axpy(float factor, const float* y, int64_t n, float* x) = 0;
 };
 
+inline Buffer uploaded(Engine& engine, const std::vector<float>& values) {
+  const auto bytes = static_cast<int64_t>(values.size() * sizeof(float));
+  Buffer memory = engine.allocate(bytes);
+  engine.upload(values.data(), memory.get(), bytes);
+  return memory;
+}
+
 // compute: f32, or bf16: linear layers and attention multiply bf16 numbers and sum in f32; the rest is f32 always.
 std::unique_ptr<Engine> make_cpu_engine(const Context& context, DType compute);
 

@@ -15,17 +15,11 @@ namespace {
 // One plan for every layer; a state for each layer and branch, so that neither warms the other.
 class SelfAttention {
  public:
-  SelfAttention(Engine& engine, const Config& config, const Settings& settings, int64_t tokens, int64_t branches)
+  SelfAttention(Engine& engine, const ModelConfig& config, const Settings& settings, const std::array<int64_t, 3>& grid,
+                int64_t branches)
       : engine_(engine),
         config_(config),
-        plan_(engine.context, settings,
-              {.heads = config.heads,
-               .q_tokens = tokens,
-               .k_tokens = tokens,
-               .dim = config.head_dim,
-               .dtype = engine.attention,
-               .rope = config.rope(),
-               .subspaces = {}}),
+        plan_(engine.context, settings, attention_shape(config, grid, engine.attention)),
         workspace_(engine.allocate(plan_.workspace_bytes)),
         // SVG2 keeps one state for both branches.
         branches_(settings.rule == Rule::clusters ? 1 : branches),
@@ -70,7 +64,7 @@ class SelfAttention {
   }
 
   Engine& engine_;
-  const Config& config_;
+  const ModelConfig& config_;
   Plan plan_;
   Buffer workspace_;
   int64_t branches_;
@@ -108,13 +102,23 @@ std::vector<float> make_noise(uint64_t seed, int64_t count) {
   return noise;
 }
 
-std::array<int64_t, 3> latent_size(const Config& config, const std::array<int64_t, 3>& grid) {
+std::array<int64_t, 3> latent_size(const ModelConfig& config, const std::array<int64_t, 3>& grid) {
   return {grid[0] * config.patch[0], grid[1] * config.patch[1], grid[2] * config.patch[2]};
 }
 
-Sample generate(const Transformer& model, const Request& request) {
+Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype) {
+  return {.heads = config.heads,
+          .q_tokens = config.tokens(grid),
+          .k_tokens = config.tokens(grid),
+          .dim = config.head_dim,
+          .dtype = dtype,
+          .rope = config.rope,
+          .subspaces = {}};
+}
+
+Sample generate(const Model& model, const Request& request) {
   const auto start = std::chrono::steady_clock::now();
-  const Config& config = model.config();
+  const ModelConfig& config = model.config();
   Engine& engine = model.engine();
   require(request.steps >= 1 && request.steps <= 10000, Status::invalid_argument, "steps: got {}, expected 1..10000",
           request.steps);
@@ -122,26 +126,30 @@ Sample generate(const Transformer& model, const Request& request) {
           request.shift);
   require(std::isfinite(request.guidance), Status::invalid_argument, "guidance: got {}, expected a number",
           request.guidance);
-  Pass pass(model, request.grid);
+  for (const int64_t n : request.grid) {
+    require(n >= 1 && n <= config.rope_max, Status::shape, "grid: got {}, expected 1..{} tokens along each axis",
+            io::join(request.grid, "x"), config.rope_max);
+  }
+  const std::unique_ptr<Pass> pass = model.start(request.grid);
   const auto size = latent_size(config, request.grid);
-  check("noise", request.noise, config.out_channels, size);
-  check("condition", request.condition, config.in_channels - config.out_channels, size);
+  check("noise", request.noise, config.latent_channels, size);
+  check("condition", request.condition, config.condition_channels, size);
   const int64_t branches = request.guidance == 1 ? 1 : 2;
-  SelfAttention attention(engine, config, request.settings, pass.grid().tokens(), branches);
+  SelfAttention attention(engine, config, request.settings, request.grid, branches);
 
   const auto bytes = static_cast<int64_t>(request.noise.size() * sizeof(float));
   const Buffer latent = engine.allocate(bytes);
   std::vector<Buffer> velocities;  // of each branch
   for (int64_t b = 0; b < branches; ++b) velocities.push_back(engine.allocate(bytes));
-  const Buffer more = engine.allocate(static_cast<int64_t>(request.condition.size() * sizeof(float)));
+  const Buffer condition = engine.allocate(static_cast<int64_t>(request.condition.size() * sizeof(float)));
   engine.upload(request.noise.data(), latent.get(), bytes);
-  engine.upload(request.condition.data(), more.get(), static_cast<int64_t>(request.condition.size() * sizeof(float)));
-  std::vector<Pass::Text> texts = {pass.embed(request.prompt)};
-  if (branches == 2) texts.push_back(pass.embed(request.negative));
+  engine.upload(request.condition.data(), condition.get(), static_cast<int64_t>(request.condition.size() * sizeof(float)));
+  pass->add_prompt(request.prompt);
+  if (branches == 2) pass->add_prompt(request.negative);
   const std::vector<double> levels = noise_levels(request.steps, request.shift);
   std::vector<double> timesteps(levels.begin(), levels.end() - 1);
   for (double& t : timesteps) t *= 1000;
-  const Buffer time = model.embed_time(timesteps);
+  pass->set_timesteps(timesteps);
 
   Sample sample;
   const auto fetch = [&](Matrix x) {
@@ -161,8 +169,8 @@ Sample generate(const Transformer& model, const Request& request) {
         sample.calls.push_back(attention.run({layer, step, request.steps}, branch, q, k, v, out));
         if (request.done) request.done(sample.calls.back());
       };
-      pass.forward(floats(latent), floats(more), floats(time) + step * 7 * config.dim(), texts[static_cast<size_t>(branch)],
-                   attend, floats(velocities[static_cast<size_t>(branch)]));
+      pass->forward(step, branch, floats(latent), floats(condition), attend,
+                    floats(velocities[static_cast<size_t>(branch)]));
     }
     const double share = branches == 1 ? 1.0 : request.guidance;
     const auto n = static_cast<int64_t>(request.noise.size());

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "pipeline/call.h"
-#include "video/dit.h"
+#include "video/model.h"
 
 namespace scope::video {
 
@@ -22,8 +22,8 @@ struct Request {
   double shift = 3;
   double guidance = 1;                               // 1: the prompt alone, one pass per step
   Settings settings;                                 // of self-attention
-  std::vector<float> noise;                          // [out_channels, T, H, W]
-  std::vector<float> condition;                      // [in_channels - out_channels, T, H, W]
+  std::vector<float> noise;                          // [latent_channels, T, H, W]
+  std::vector<float> condition;                      // [condition_channels, T, H, W]
   Prompt prompt, negative;                           // the second is read when guidance is not 1
   std::function<void(const CallReport&)> done = {};  // after each self-attention
   // Before each self-attention, what goes in: [tokens, heads x head_dim] on the host in `dtype`; null: not wanted.
@@ -34,7 +34,7 @@ struct Request {
 };
 
 struct Sample {
-  std::vector<float> latent;  // [out_channels, T, H, W]
+  std::vector<float> latent;  // [latent_channels, T, H, W]
   std::vector<CallReport> calls;
   double seconds = 0;
 };
@@ -47,9 +47,12 @@ std::vector<double> noise_levels(int64_t steps, double shift);
 std::vector<float> make_noise(uint64_t seed, int64_t count);
 
 // Latent elements along T, H and W.
-std::array<int64_t, 3> latent_size(const Config& config, const std::array<int64_t, 3>& grid);
+std::array<int64_t, 3> latent_size(const ModelConfig& config, const std::array<int64_t, 3>& grid);
+
+// What every self-attention of a model is planned for.
+Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype);
 
 // Velocity is noise - data: x += (level_(i+1) - level_i) v, v = negative + guidance (prompt - negative).
-Sample generate(const Transformer& model, const Request& request);
+Sample generate(const Model& model, const Request& request);
 
 }  // namespace scope::video

@@ -1,50 +1,53 @@
-// A Wan transformer as diffusers stores it: config.json and the tensors it implies, in one .safetensors file or in shards.
+// A model's folder as diffusers writes it: config.json, and tensors in one .safetensors file or in shards with an index.
 #pragma once
 
-#include <array>
-#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "io/file.h"
+#include "video/engine.h"
 
 namespace scope::video {
 
-// The fields of config.json that change the function; 0 stands for null.
-struct Config {
-  std::array<int64_t, 3> patch = {1, 2, 2};  // of the latent along T, H and W
-  int64_t heads = 40, head_dim = 128, layers = 40;
-  int64_t in_channels = 16, out_channels = 16;
-  int64_t text_dim = 4096, freq_dim = 256, ffn_dim = 13824;
-  int64_t image_dim = 0;     // channels of the image encoder
-  int64_t added_kv_dim = 0;  // Wan2.1's image branch of the cross-attention
-  int64_t image_tokens = 0;  // pos_embed_seq_len
-  int64_t rope_max = 1024;   // most tokens along an axis
-  bool cross_attn_norm = true;
-  double eps = 1e-6;
+// Text of at most 16 MiB.
+std::string read_text(const std::string& path);
 
-  int64_t dim() const { return heads * head_dim; }
-  int64_t patch_size() const { return patch[0] * patch[1] * patch[2]; }
-  std::vector<int64_t> rope() const;  // channels along T, H and W
-  bool operator==(const Config&) const = default;
-};
+// What `parse` makes of the folder's config.json.
+template <class Parse>
+auto read_config(const std::string& folder, Parse parse) {
+  const std::string path = folder + "/config.json";
+  return io::with_path(path, [&] { return parse(read_text(path)); });
+}
 
-// Whatever is wrong with the text is Error(Status::format).
-Config parse_config(std::string_view json);
-Config read_config(const std::string& folder);
-
-// Which file of the folder holds each tensor. Error(Status::format) likewise.
+// Which file of the folder holds each tensor. Whatever is wrong with the text is Error(Status::format).
 std::map<std::string, std::string> parse_index(std::string_view json);
 
-// Every tensor of such a model, with its shape.
-std::map<std::string, std::vector<int64_t>> tensor_shapes(const Config& config);
+// One tensor of a model: what the files must hold, where it goes, and who keeps it.
+struct Tensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  std::variant<const Weights**, const float**> place;  // a linear layer's matrix, or f32 as they are
+  bool on_host = false;                                // not on the model's engine
+};
 
-// Hands every tensor to `use`, one file in memory at a time. A tensor that is missing, unknown, of another shape or not of a
-// float type is Error(Status::format) with its name and file; `use` may have seen others by then.
-using UseTensor = std::function<void(const std::string& name, const io::Array& tensor)>;
-void read_weights(const std::string& folder, const Config& config, const UseTensor& use);
+struct TensorList {
+  std::vector<Tensor> tensors;
+  std::string ignored;  // files may hold tensors with this in their name; empty: none
+};
+
+// What places point to.
+struct LoadedTensors {
+  std::vector<std::unique_ptr<Weights>> matrices;
+  std::vector<Buffer> vectors;
+};
+
+// Fills every place of the list, one file in memory at a time. A tensor that is missing, not in the list, of another shape
+// or not of a float type is Error(Status::format) with its name and file; other places may be filled by then.
+LoadedTensors load_tensors(const std::string& folder, const TensorList& list, Engine& engine, Engine& host);
 
 // A float array as f32.
 std::vector<float> to_f32(const io::Array& array);

@@ -2,7 +2,7 @@
 #include <cstdlib>
 
 #include "video/media.h"
-#include "video/weights.h"
+#include "video/models/wan/layers.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace scope::video;
@@ -15,11 +15,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
   };
   refused([&] {
-    const Config config = parse_config(text);
+    const ModelConfig config = parse_model_config(text);
+    if (config.layers < 1 || config.latent_channels < 1 || config.condition_channels < 0) std::abort();
+  });
+  refused([&] {
+    const wan::Config config = wan::parse_config(text);
     if (config.layers * config.heads > 64) return;
-    for (const auto& [name, shape] : tensor_shapes(config)) {
-      for (const int64_t n : shape) {
-        if (n < 1 || name.empty()) std::abort();
+    wan::Layers layers;
+    for (const Tensor& tensor : wan::list_tensors(config, layers).tensors) {
+      for (const int64_t n : tensor.shape) {
+        if (n < 1 || tensor.name.empty()) std::abort();
       }
     }
   });

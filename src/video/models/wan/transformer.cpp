@@ -1,18 +1,18 @@
 // The transformer's layers in order, each line one call of the engine.
-#include "video/dit.h"
+#include "video/models/wan/transformer.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "core/numeric.h"
 #include "methods/methods.h"
+#include "pipeline/call.h"
 
 namespace scope::video {
 
-namespace {
+namespace wan {
 
-// Names of the weights that the host keeps for itself.
-bool is_time(const std::string& name) { return name.starts_with("condition_embedder.time_"); }
+namespace {
 
 // cos and sin of each token's angles along T, H and W, in double until the end: [tokens, 2, head_dim / 2].
 std::vector<float> make_rotation(const Config& config, const PatchGrid& grid) {
@@ -43,121 +43,51 @@ std::vector<float> make_rotation(const Config& config, const PatchGrid& grid) {
   return out;
 }
 
-Buffer uploaded(Engine& engine, const std::vector<float>& values) {
-  const auto bytes = static_cast<int64_t>(values.size() * sizeof(float));
-  Buffer memory = engine.allocate(bytes);
-  engine.upload(values.data(), memory.get(), bytes);
-  return memory;
-}
-
 float* floats(const Buffer& memory) { return static_cast<float*>(memory.get()); }
 
-}  // namespace
+// The prompt of a branch as the layers read it.
+struct Text {
+  Matrix text, image;  // [tokens, dim]
+  Buffer memory;
+  std::shared_ptr<Plan> text_plan, image_plan;
+  Buffer workspace, keys;
+};
 
-Transformer::Transformer(const std::string& folder, Engine& engine)
-    : engine_(engine), config_(read_config(folder)), host_(make_cpu_engine(engine.context, DType::f32)) {
-  read_weights(folder, config_, [&](const std::string& name, const io::Array& tensor) {
-    Engine& owner = is_time(name) ? *host_ : engine_;
-    const bool matrix = tensor.shape.size() > 1 && name.ends_with(".weight");
-    if (matrix) {
-      const int64_t out = tensor.shape[0];
-      int64_t in = 1;
-      for (size_t i = 1; i < tensor.shape.size(); ++i) in *= tensor.shape[i];
-      matrices_[name] = owner.pack(tensor, out, in);
-    } else {
-      vectors_[name] = uploaded(owner, to_f32(tensor));
-    }
-  });
-  const std::string embedder = "condition_embedder.";
-  embedders_.patch = linear("patch_embedding");
-  embedders_.text_1 = linear(embedder + "text_embedder.linear_1");
-  embedders_.text_2 = linear(embedder + "text_embedder.linear_2");
-  if (config_.image_dim > 0) {
-    const std::string image = embedder + "image_embedder.";
-    embedders_.image_1 = linear(image + "ff.net.0.proj");
-    embedders_.image_2 = linear(image + "ff.net.2");
-    for (int i = 0; i < 2; ++i) {
-      const char* part = i == 0 ? ".weight" : ".bias";
-      embedders_.image_norm1[i] = vector(image + "norm1" + part);
-      embedders_.image_norm2[i] = vector(image + "norm2" + part);
-    }
-    if (config_.image_tokens > 0) embedders_.image_places = vector(image + "pos_embed");
-  }
-  time_1_ = linear(embedder + "time_embedder.linear_1");
-  time_2_ = linear(embedder + "time_embedder.linear_2");
-  time_projection_ = linear(embedder + "time_proj");
-  for (int64_t i = 0; i < config_.layers; ++i) {
-    const std::string name = fmt::format("blocks.{}.", i);
-    Block block;
-    for (Attention* attention : {&block.self, &block.cross}) {
-      const std::string part = name + (attention == &block.self ? "attn1." : "attn2.");
-      attention->to_q = linear(part + "to_q");
-      attention->to_k = linear(part + "to_k");
-      attention->to_v = linear(part + "to_v");
-      attention->to_out = linear(part + "to_out.0");
-      attention->norm_q = vector(part + "norm_q.weight");
-      attention->norm_k = vector(part + "norm_k.weight");
-    }
-    if (config_.added_kv_dim > 0) {
-      block.cross.add_k = linear(name + "attn2.add_k_proj");
-      block.cross.add_v = linear(name + "attn2.add_v_proj");
-      block.cross.norm_added_k = vector(name + "attn2.norm_added_k.weight");
-    }
-    if (config_.cross_attn_norm) {
-      block.norm_scale = vector(name + "norm2.weight");
-      block.norm_shift = vector(name + "norm2.bias");
-    }
-    block.expand = linear(name + "ffn.net.0.proj");
-    block.contract = linear(name + "ffn.net.2");
-    block.modulation = vector(name + "scale_shift_table");
-    blocks_.push_back(block);
-  }
-  projection_ = linear("proj_out");
-  last_modulation_ = vector("scale_shift_table");
-}
+class WanPass final : public Pass {
+ public:
+  WanPass(const Transformer& model, const std::array<int64_t, 3>& grid);
+  void add_prompt(const Prompt& prompt) override { texts_.push_back(embed(prompt)); }
+  void set_timesteps(std::span<const double> timesteps) override { time_ = model_.embed_time(timesteps); }
+  void forward(int64_t step, int64_t branch, const float* latent, const float* condition, const Attend& attend,
+               float* velocity) override;
 
-Linear Transformer::linear(const std::string& name) const {
-  return {matrices_.at(name + ".weight").get(), vector(name + ".bias")};
-}
-
-const float* Transformer::vector(const std::string& name) const { return floats(vectors_.at(name)); }
-
-Buffer Transformer::embed_time(std::span<const double> timesteps) const {
-  const auto steps = static_cast<int64_t>(timesteps.size());
-  const int64_t dim = config_.dim(), freq = config_.freq_dim, half = freq / 2;
-  // In f32 as diffusers does it: at timestep 1000 the rounding of a frequency is seen.
-  std::vector<float> waves(static_cast<size_t>(steps * freq)), first(static_cast<size_t>(steps * dim)), time = first;
-  for (int64_t s = 0; s < steps; ++s) {
-    for (int64_t i = 0; i < half; ++i) {
-      const float exponent = -9.210340371976184f * static_cast<float>(i) / static_cast<float>(half);
-      const float angle = static_cast<float>(timesteps[static_cast<size_t>(s)]) * std::exp(exponent);
-      waves[static_cast<size_t>(s * freq + i)] = std::cos(angle);
-      waves[static_cast<size_t>(s * freq + half + i)] = std::sin(angle);
-    }
+ private:
+  Matrix matrix(const Buffer& memory, DType dtype, int64_t columns) const {
+    return {memory.get(), dtype, grid_.tokens(), columns};
   }
-  std::vector<float> activated = time, projected(static_cast<size_t>(steps * 6 * dim));
-  const auto view = [&](std::vector<float>& x, int64_t columns) { return Matrix{x.data(), DType::f32, steps, columns}; };
-  host_->linear(time_1_, view(waves, freq), view(first, dim), Activation::silu);
-  host_->linear(time_2_, view(first, dim), view(time, dim));
-  activated = time;
-  for (float& x : activated) x = x / (1.0f + std::exp(-x));
-  host_->linear(time_projection_, view(activated, dim), view(projected, 6 * dim));
-  std::vector<float> out;
-  for (int64_t s = 0; s < steps; ++s) {
-    out.insert(out.end(), projected.begin() + s * 6 * dim, projected.begin() + (s + 1) * 6 * dim);
-    out.insert(out.end(), time.begin() + s * dim, time.begin() + (s + 1) * dim);
-  }
-  return uploaded(engine_, out);
-}
+  Text embed(const Prompt& prompt) const;
+  void self_attention(const Attention& layer, int64_t index, const Attend& attend);
+  void cross_attention(const Attention& layer, const Text& text);
+  void attend_all(const Plan& plan, const Text& text, Matrix q, Matrix k, Matrix v, Matrix out);
 
-Pass::Pass(const Transformer& model, const std::array<int64_t, 3>& grid)
-    : model_(model), engine_(model.engine()), config_(model.config()), grid_{grid[0],          grid[1],
-                                                                             grid[2],          config_.patch[0],
-                                                                             config_.patch[1], config_.patch[2]} {
-  for (size_t axis = 0; axis < 3; ++axis) {
-    require(grid[axis] >= 1 && grid[axis] <= config_.rope_max, Status::shape,
-            "grid: got {}x{}x{}, expected 1..{} tokens along each axis", grid[0], grid[1], grid[2], config_.rope_max);
-  }
+  const Transformer& model_;
+  Engine& engine_;
+  const Config& config_;
+  PatchGrid grid_;
+  std::vector<Text> texts_;  // of each branch
+  Buffer time_;              // see embed_time
+  Buffer hidden_;            // f32: the residual stream
+  Buffer normed_;            // activation: what a linear layer reads
+  Buffer wide_;              // activation: what it writes, ffn_dim wide; patches in and out
+  Buffer q_, k_, v_;         // attention
+  Buffer rotation_;          // [tokens, 2, head_dim / 2]
+  Buffer modulation_;        // [6, dim]
+};
+
+WanPass::WanPass(const Transformer& model, const std::array<int64_t, 3>& grid)
+    : model_(model), engine_(model.engine()), config_(model.wan()), grid_{grid[0],          grid[1],
+                                                                          grid[2],          config_.patch[0],
+                                                                          config_.patch[1], config_.patch[2]} {
   const int64_t dim = config_.dim(), act = dtype_bytes(engine_.activation);
   const auto allocate = [&](int64_t row_bytes) {
     return engine_.allocate(checked_mul(grid_.tokens(), row_bytes, "tokens"));
@@ -171,8 +101,8 @@ Pass::Pass(const Transformer& model, const std::array<int64_t, 3>& grid)
   modulation_ = engine_.allocate(6 * dim * 4);
 }
 
-Pass::Text Pass::embed(const Prompt& prompt) {
-  const auto& layers = model_.embedders();
+Text WanPass::embed(const Prompt& prompt) const {
+  const Layers& layers = model_.layers();
   const auto tokens = [](const char* name, const std::vector<float>& x, int64_t columns) {
     const auto size = static_cast<int64_t>(x.size());
     require(size > 0 && size % columns == 0, Status::shape, "{}: got {} numbers, expected rows of {}", name, size, columns);
@@ -191,9 +121,9 @@ Pass::Text Pass::embed(const Prompt& prompt) {
   const DType type = engine_.activation;
   const int64_t each = dtype_bytes(type), all = image_tokens + text_tokens;
   Text out;
-  out.memory_ = engine_.allocate(all * dim * each);
-  Matrix image{out.memory_.get(), type, image_tokens, dim};
-  Matrix text{static_cast<std::byte*>(out.memory_.get()) + image_tokens * dim * each, type, text_tokens, dim};
+  out.memory = engine_.allocate(all * dim * each);
+  Matrix image{out.memory.get(), type, image_tokens, dim};
+  Matrix text{static_cast<std::byte*>(out.memory.get()) + image_tokens * dim * each, type, text_tokens, dim};
   const Buffer text_in = uploaded(engine_, prompt.text), hidden = engine_.allocate(text_tokens * dim * each);
   engine_.linear(layers.text_1, {text_in.get(), DType::f32, text_tokens, config_.text_dim},
                  {hidden.get(), type, text_tokens, dim}, Activation::gelu_tanh);
@@ -204,20 +134,20 @@ Pass::Text Pass::embed(const Prompt& prompt) {
     const Buffer in = uploaded(engine_, prompt.image), normed = engine_.allocate(image_tokens * wide * each),
                  inner = engine_.allocate(image_tokens * wide * each), last = engine_.allocate(image_tokens * dim * 4);
     if (layers.image_places != nullptr) engine_.axpy(1.0f, layers.image_places, image_tokens * wide, floats(in));
-    engine_.layer_norm({in.get(), DType::f32, image_tokens, wide}, layers.image_norm1[0], layers.image_norm1[1], kEps,
+    engine_.layer_norm({in.get(), DType::f32, image_tokens, wide}, layers.image_norm1.scale, layers.image_norm1.shift, kEps,
                        {normed.get(), type, image_tokens, wide});
     engine_.linear(layers.image_1, {normed.get(), type, image_tokens, wide}, {inner.get(), type, image_tokens, wide},
                    Activation::gelu);
     engine_.linear(layers.image_2, {inner.get(), type, image_tokens, wide}, {last.get(), DType::f32, image_tokens, dim});
-    engine_.layer_norm({last.get(), DType::f32, image_tokens, dim}, layers.image_norm2[0], layers.image_norm2[1], kEps,
+    engine_.layer_norm({last.get(), DType::f32, image_tokens, dim}, layers.image_norm2.scale, layers.image_norm2.shift, kEps,
                        image);
     engine_.wait();  // before what was allocated here is freed
   }
   engine_.wait();
   // Without an image branch the image's tokens stand before the text's, as one sequence.
   const bool branch = config_.added_kv_dim > 0;
-  out.image_ = branch ? image : Matrix{};
-  out.text_ = branch ? text : Matrix{image.data, type, all, dim};
+  out.image = branch ? image : Matrix{};
+  out.text = branch ? text : Matrix{image.data, type, all, dim};
   const auto plan = [&](int64_t keys) {
     return std::make_shared<Plan>(engine_.context, find_method("dense").settings(),
                                   Shape{.heads = config_.heads,
@@ -228,16 +158,15 @@ Pass::Text Pass::embed(const Prompt& prompt) {
                                         .rope = {},
                                         .subspaces = {}});
   };
-  out.text_plan_ = plan(out.text_.rows);
-  if (branch) out.image_plan_ = plan(image_tokens);
-  out.workspace_ =
-      engine_.allocate(std::max(out.text_plan_->workspace_bytes, branch ? out.image_plan_->workspace_bytes : 0));
+  out.text_plan = plan(out.text.rows);
+  if (branch) out.image_plan = plan(image_tokens);
+  out.workspace = engine_.allocate(std::max(out.text_plan->workspace_bytes, branch ? out.image_plan->workspace_bytes : 0));
   // A key before its norm, a key and a value for each token.
-  out.keys_ = engine_.allocate(all * dim * (each + 2 * dtype_bytes(engine_.attention)));
+  out.keys = engine_.allocate(all * dim * (each + 2 * dtype_bytes(engine_.attention)));
   return out;
 }
 
-void Pass::attend_all(const Plan& plan, const Text& text, Matrix q, Matrix k, Matrix v, Matrix out) {
+void WanPass::attend_all(const Plan& plan, const Text& text, Matrix q, Matrix k, Matrix v, Matrix out) {
   CallArgs args;
   const auto view = [&](Matrix x) {
     return TensorView{x.data,           x.dtype,  1, config_.heads, x.rows, config_.head_dim, x.rows * x.columns,
@@ -249,12 +178,12 @@ void Pass::attend_all(const Plan& plan, const Text& text, Matrix q, Matrix k, Ma
   args.out = {out.data,         out.dtype,  1, config_.heads, out.rows, config_.head_dim, out.rows * out.columns,
               config_.head_dim, out.columns};
   args.stream = engine_.stream;
-  args.workspace = text.workspace_.get();
+  args.workspace = text.workspace.get();
   args.workspace_bytes = plan.workspace_bytes;
   call(plan, args);
 }
 
-void Pass::self_attention(const Transformer::Attention& layer, int64_t index, const Attend& attend) {
+void WanPass::self_attention(const Attention& layer, int64_t index, const Attend& attend) {
   const int64_t dim = config_.dim();
   const auto eps = static_cast<float>(config_.eps);
   const Matrix hidden = matrix(hidden_, DType::f32, dim), normed = matrix(normed_, engine_.activation, dim);
@@ -273,7 +202,7 @@ void Pass::self_attention(const Transformer::Attention& layer, int64_t index, co
   engine_.add(hidden, raw, modulation + 2 * dim);
 }
 
-void Pass::cross_attention(const Transformer::Attention& layer, const Text& text) {
+void WanPass::cross_attention(const Attention& layer, const Text& text) {
   const int64_t dim = config_.dim();
   const auto eps = static_cast<float>(config_.eps);
   const Matrix normed = matrix(normed_, engine_.activation, dim), raw = matrix(wide_, engine_.activation, dim);
@@ -283,7 +212,7 @@ void Pass::cross_attention(const Transformer::Attention& layer, const Text& text
   engine_.rms_norm(raw, layer.norm_q, eps, nullptr, config_.head_dim, q);
   const auto attend = [&](Matrix context, const Linear& to_k, const float* norm, const Linear& to_v, const Plan& plan,
                           Matrix to) {
-    auto* memory = static_cast<std::byte*>(text.keys_.get());
+    auto* memory = static_cast<std::byte*>(text.keys.get());
     const int64_t each = dtype_bytes(engine_.attention);
     const Matrix k{memory, engine_.attention, context.rows, dim};
     const Matrix v{memory + context.rows * dim * each, engine_.attention, context.rows, dim};
@@ -293,18 +222,21 @@ void Pass::cross_attention(const Transformer::Attention& layer, const Text& text
     engine_.linear(to_v, context, v);
     attend_all(plan, text, q, k, v, to);
   };
-  attend(text.text_, layer.to_k, layer.norm_k, layer.to_v, *text.text_plan_, out);
-  if (text.image_plan_ != nullptr) {
-    attend(text.image_, layer.add_k, layer.norm_added_k, layer.add_v, *text.image_plan_, image_out);
+  attend(text.text, layer.to_k, layer.norm_k, layer.to_v, *text.text_plan, out);
+  if (text.image_plan != nullptr) {
+    attend(text.image, layer.add_k, layer.norm_added_k, layer.add_v, *text.image_plan, image_out);
     engine_.add(out, image_out, nullptr);
   }
   engine_.linear(layer.to_out, out, raw);
   engine_.add(matrix(hidden_, DType::f32, dim), raw, nullptr);
 }
 
-void Pass::forward(const float* latent, const float* more, const float* time, const Text& text, const Attend& attend,
-                   float* velocity) {
+void WanPass::forward(int64_t step, int64_t branch, const float* latent, const float* condition, const Attend& attend,
+                      float* velocity) {
+  const Layers& layers = model_.layers();
+  const Text& text = texts_[static_cast<size_t>(branch)];
   const int64_t dim = config_.dim(), out = config_.out_channels;
+  const float* time = floats(time_) + step * 7 * dim;
   const auto eps = static_cast<float>(config_.eps);
   const DType type = engine_.activation;
   const Matrix hidden = matrix(hidden_, DType::f32, dim), normed = matrix(normed_, type, dim);
@@ -312,14 +244,14 @@ void Pass::forward(const float* latent, const float* more, const float* time, co
   constexpr uint32_t kScales = 1u << 1 | 1u << 4;
 
   const Matrix patches = matrix(wide_, type, config_.in_channels * grid_.patch());
-  engine_.patchify(grid_, latent, out, more, config_.in_channels - out, patches);
-  engine_.linear(model_.embedders().patch, patches, hidden);
+  engine_.patchify(grid_, latent, out, condition, config_.in_channels - out, patches);
+  engine_.linear(layers.patch, patches, hidden);
   for (int64_t i = 0; i < config_.layers; ++i) {
-    const Transformer::Block& block = model_.blocks()[static_cast<size_t>(i)];
+    const Block& block = layers.blocks[static_cast<size_t>(i)];
     engine_.modulation(block.modulation, time, 6, dim, kScales, modulation);
     self_attention(block.self, i, attend);
-    if (block.norm_scale != nullptr) {
-      engine_.layer_norm(hidden, block.norm_scale, block.norm_shift, eps, normed);
+    if (block.norm.scale != nullptr) {
+      engine_.layer_norm(hidden, block.norm.scale, block.norm.shift, eps, normed);
     } else {
       engine_.convert(hidden, normed);
     }
@@ -332,12 +264,62 @@ void Pass::forward(const float* latent, const float* more, const float* time, co
   }
   // Both rows of the last modulation, shift and scale, take the same embedding of time.
   const float* last = time + 6 * dim;
-  engine_.modulation(model_.last_modulation(), last, 1, dim, 0, modulation);
-  engine_.modulation(model_.last_modulation() + dim, last, 1, dim, 1, modulation + dim);
+  engine_.modulation(layers.last_modulation, last, 1, dim, 0, modulation);
+  engine_.modulation(layers.last_modulation + dim, last, 1, dim, 1, modulation + dim);
   engine_.layer_norm(hidden, modulation + dim, modulation, eps, normed);
   const Matrix tokens = matrix(wide_, DType::f32, out * grid_.patch());
-  engine_.linear(model_.projection(), normed, tokens);
+  engine_.linear(layers.projection, normed, tokens);
   engine_.unpatchify(grid_, tokens, out, velocity);
 }
+
+std::unique_ptr<Model> open(const std::string& folder, Engine& engine) {
+  return std::make_unique<Transformer>(folder, read_config(folder, parse_config), engine);
+}
+
+}  // namespace
+
+Transformer::Transformer(const std::string& folder, const Config& config, Engine& engine)
+    : Model(engine, config.common()),
+      wan_(config),
+      host_(make_cpu_engine(engine.context, DType::f32)),
+      tensors_(load_tensors(folder, list_tensors(wan_, layers_), engine, *host_)) {}
+
+std::unique_ptr<Pass> Transformer::start(const std::array<int64_t, 3>& grid) const {
+  return std::make_unique<WanPass>(*this, grid);
+}
+
+Buffer Transformer::embed_time(std::span<const double> timesteps) const {
+  const auto steps = static_cast<int64_t>(timesteps.size());
+  const int64_t dim = wan_.dim(), freq = wan_.freq_dim, half = freq / 2;
+  // In f32 as diffusers does it: at timestep 1000 the rounding of a frequency is seen.
+  std::vector<float> waves(static_cast<size_t>(steps * freq)), first(static_cast<size_t>(steps * dim)), time = first;
+  for (int64_t s = 0; s < steps; ++s) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float exponent = -9.210340371976184f * static_cast<float>(i) / static_cast<float>(half);
+      const float angle = static_cast<float>(timesteps[static_cast<size_t>(s)]) * std::exp(exponent);
+      waves[static_cast<size_t>(s * freq + i)] = std::cos(angle);
+      waves[static_cast<size_t>(s * freq + half + i)] = std::sin(angle);
+    }
+  }
+  std::vector<float> activated = time, projected(static_cast<size_t>(steps * 6 * dim));
+  const auto view = [&](std::vector<float>& x, int64_t columns) { return Matrix{x.data(), DType::f32, steps, columns}; };
+  host_->linear(layers_.time_1, view(waves, freq), view(first, dim), Activation::silu);
+  host_->linear(layers_.time_2, view(first, dim), view(time, dim));
+  activated = time;
+  for (float& x : activated) x = x / (1.0f + std::exp(-x));
+  host_->linear(layers_.time_projection, view(activated, dim), view(projected, 6 * dim));
+  std::vector<float> out;
+  for (int64_t s = 0; s < steps; ++s) {
+    out.insert(out.end(), projected.begin() + s * 6 * dim, projected.begin() + (s + 1) * 6 * dim);
+    out.insert(out.end(), time.begin() + s * dim, time.begin() + (s + 1) * dim);
+  }
+  return uploaded(engine(), out);
+}
+
+}  // namespace wan
+
+extern const Family kWan;
+constexpr Family kWan = {"WanTransformer3DModel", [](std::string_view json) { return wan::parse_config(json).common(); },
+                         wan::open};
 
 }  // namespace scope::video

@@ -1,0 +1,88 @@
+// What the sampler asks of a video model of any family, and how a folder becomes one.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "video/engine.h"
+
+namespace scope::video {
+
+// What everyone outside a family may know of a model.
+struct ModelConfig {
+  int64_t layers = 0, heads = 0, head_dim = 0;
+  std::vector<int64_t> rope;            // channels of a head along T, H and W
+  int64_t rope_max = 0;                 // most tokens along an axis
+  std::array<int64_t, 3> patch = {};    // latent elements of a token along T, H and W
+  int64_t latent_channels = 0;          // of the noise and the sample
+  int64_t condition_channels = 0;       // that stand beside the noisy latent
+  int64_t text_dim = 0, image_dim = 0;  // channels of an encoded prompt and image; image_dim 0: it takes none
+  int64_t image_tokens = 0;             // of all images together; 0: any number
+
+  // Tokens of a self-attention.
+  int64_t tokens(const std::array<int64_t, 3>& grid) const { return grid[0] * grid[1] * grid[2]; }
+};
+
+// Encoded text and image of one guidance branch: f32 on the host.
+struct Prompt {
+  std::vector<float> text;   // [tokens, text_dim]
+  std::vector<float> image;  // [tokens, image_dim]; empty where the model takes none
+};
+
+// q, k, v and out are [tokens, heads x head_dim]; out may be q.
+using Attend = std::function<void(int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out)>;
+
+// The forward passes of one generation, at one grid.
+class Pass {
+ public:
+  Pass() = default;
+  Pass(const Pass&) = delete;
+  Pass& operator=(const Pass&) = delete;
+  virtual ~Pass() = default;
+
+  // Both before the first `forward`. Branches are counted in the order of their prompts.
+  virtual void add_prompt(const Prompt& prompt) = 0;
+  virtual void set_timesteps(std::span<const double> timesteps) = 0;  // of every step, in 0..1000
+
+  // latent [latent_channels, T, H, W] and condition [condition_channels, T, H, W] -> velocity, like latent; all f32 in the
+  // engine's memory.
+  virtual void forward(int64_t step, int64_t branch, const float* latent, const float* condition, const Attend& attend,
+                       float* velocity) = 0;
+};
+
+class Model {
+ public:
+  Model(Engine& engine, ModelConfig config) : engine_(engine), config_(std::move(config)) {}
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+  virtual ~Model() = default;
+
+  Engine& engine() const { return engine_; }
+  const ModelConfig& config() const { return config_; }
+  // grid: tokens along T, H and W, each in 1..rope_max. The model outlives the pass.
+  virtual std::unique_ptr<Pass> start(const std::array<int64_t, 3>& grid) const = 0;
+
+ private:
+  Engine& engine_;
+  ModelConfig config_;
+};
+
+// A row of models/families.cpp. Whatever is wrong with a folder's files is Error(Status::format).
+struct Family {
+  const char* class_name;  // _class_name of config.json
+  ModelConfig (*parse)(std::string_view config);
+  std::unique_ptr<Model> (*open)(const std::string& folder, Engine& engine);
+};
+std::span<const Family* const> families();
+
+// A folder as diffusers writes it. A class that no family names is refused, with those that are known.
+ModelConfig parse_model_config(std::string_view json);
+ModelConfig read_model_config(const std::string& folder);
+std::unique_ptr<Model> open_model(const std::string& folder, Engine& engine);
+
+}  // namespace scope::video
