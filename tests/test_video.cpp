@@ -172,6 +172,143 @@ TEST(VideoOnCpu, WatchedTensorsAreWhatAttentionTakes) {
   EXPECT_EQ(seen, 2);
 }
 
+// A family with text among the tokens of its self-attention, as many as the prompt has numbers; the rest of kText is
+// padding. It knows no latent: q, k and v are noise, NaN in the padding, and channel 0 of a value says whether its token is
+// text.
+constexpr int64_t kText = 8, kHeads = 2, kHeadDim = 12, kWidth = kHeads * kHeadDim;
+constexpr std::array<int64_t, 3> kVideo = {4, 6, 5};
+constexpr int64_t kVideoTokens = 120, kJointTokens = kVideoTokens + kText;
+
+struct JointCall {
+  TextTokens text;
+  std::vector<float> q, k, v, out;  // [kJointTokens, kWidth]
+  bool is_text(int64_t token) const { return token >= text.first && token < text.first + text.count; }
+};
+
+class JointPass final : public Pass {
+ public:
+  JointPass(int64_t first, std::vector<JointCall>& calls) : first_(first), calls_(calls) {}
+  void add_prompt(const Prompt& prompt) override { texts_.push_back({first_, kText, kText - std::ssize(prompt.text)}); }
+  void set_timesteps(std::span<const double>) override {}
+  void forward(int64_t step, int64_t branch, const float*, const float*, const Attend& attend, float* velocity) override {
+    const auto seed = static_cast<uint64_t>(10 * step + branch);
+    const auto noise = [&](uint64_t purpose) { return make_noise(100 * purpose + seed, kJointTokens * kWidth); };
+    JointCall call{texts_[static_cast<size_t>(branch)], noise(1), noise(2), noise(3), {}};
+    for (int64_t i = 0; i < kJointTokens * kWidth; ++i) {
+      const int64_t token = i / kWidth;
+      const auto at = static_cast<size_t>(i);
+      if (i % kHeadDim == 0) call.v[at] = call.is_text(token) ? 1 : 0;
+      if (token >= kJointTokens - call.text.padding) call.q[at] = call.k[at] = call.v[at] = NAN;
+    }
+    call.out = call.q;
+    const auto matrix = [](std::vector<float>& x) { return Matrix{x.data(), DType::f32, kJointTokens, kWidth}; };
+    attend(0, matrix(call.out), matrix(call.k), matrix(call.v), matrix(call.out), call.text);
+    calls_.push_back(std::move(call));
+    std::fill_n(velocity, kVideoTokens, 0.0f);
+  }
+
+ private:
+  int64_t first_;
+  std::vector<JointCall>& calls_;
+  std::vector<TextTokens> texts_;
+};
+
+class JointModel final : public Model {
+ public:
+  JointModel(Engine& engine, int64_t first)
+      : Model(engine, {.layers = 1,
+                       .heads = kHeads,
+                       .head_dim = kHeadDim,
+                       .rope = {4, 4, 4},
+                       .rope_max = 16,
+                       .patch = {1, 1, 1},
+                       .latent_channels = 1,
+                       .text_dim = 1,
+                       .text_tokens = kText}),
+        first_(first) {}
+  std::unique_ptr<Pass> start(const std::array<int64_t, 3>&) const override {
+    return std::make_unique<JointPass>(first_, calls);
+  }
+  mutable std::vector<JointCall> calls;
+
+ private:
+  int64_t first_;
+};
+
+// Attention of one head's query over every valid key, in f64.
+std::vector<double> plain_attention(const JointCall& call, int64_t query, int64_t head) {
+  const auto at = [&](const std::vector<float>& x, int64_t token, int64_t c) {
+    return double{x[static_cast<size_t>(token * kWidth + head * kHeadDim + c)]};
+  };
+  std::vector<double> out(kHeadDim);
+  double sum = 0;
+  for (int64_t key = 0; key < kJointTokens - call.text.padding; ++key) {
+    double dot = 0;
+    for (int64_t c = 0; c < kHeadDim; ++c) dot += at(call.q, query, c) * at(call.k, key, c);
+    const double weight = std::exp(dot / std::sqrt(double{kHeadDim}));
+    sum += weight;
+    for (int64_t c = 0; c < kHeadDim; ++c) out[static_cast<size_t>(c)] += weight * at(call.v, key, c);
+  }
+  for (double& x : out) x /= sum;
+  return out;
+}
+
+TEST(VideoOnCpu, TextAmongTheTokensOfSelfAttention) {
+  const Context context(2);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  for (const bool text_first : {false, true}) {
+    Request request;
+    request.grid = kVideo;
+    request.steps = 3;
+    request.guidance = 2;
+    request.noise = make_noise(1, kVideoTokens);
+    // Padding stands at the end, so that text before the video has none.
+    request.prompt.text.resize(text_first ? kText : 5);
+    request.negative.text.resize(text_first ? kText : 7);
+    for (const char* kept : {"all, dense", "all", "few"}) {
+      SCOPED_TRACE(fmt::format("keys kept: {}; text {}", kept, text_first ? "first" : "last"));
+      const bool dense = std::string(kept) == "all, dense", sparse = std::string(kept) == "few";
+      request.settings = find_method(dense ? "dense" : "scope").settings();
+      if (!dense) {
+        request.settings.groups = request.settings.codes = 8;
+        request.settings.dense_layers = 0;
+        request.settings.dense_steps = 0;
+        set_setting(request.settings, "rho", "1");
+      }
+      if (sparse) set_setting(request.settings, "target_density", "0.1");
+      const JointModel model(*engine, text_first ? 0 : kVideoTokens);
+      const Sample sample = generate(model, request);
+      ASSERT_EQ(model.calls.size(), 6u);
+      double moved = 0;  // by leaving keys out
+      for (size_t i = 0; i < model.calls.size(); ++i) {
+        const JointCall& call = model.calls[i];
+        EXPECT_EQ(sample.calls[i].stats.reason == Reason::sparse, !dense);
+        const int64_t valid = kJointTokens - call.text.padding;
+        EXPECT_EQ(call.text.padding, kText - std::ssize((i % 2 == 0 ? request.prompt : request.negative).text));
+        for (int64_t query = 0; query < kJointTokens; ++query) {
+          for (int64_t head = 0; head < kHeads; ++head) {
+            const float* out = call.out.data() + query * kWidth + head * kHeadDim;
+            if (query >= valid) {
+              for (int64_t c = 0; c < kHeadDim; ++c) EXPECT_EQ(out[c], 0);
+              continue;
+            }
+            const auto expected = plain_attention(call, query, head);
+            // Keys that are left out leave the kept ones a larger share, and the text's are never left out.
+            EXPECT_GT(out[0], expected[0] - 1e-5);
+            for (size_t c = 0; c < expected.size(); ++c) {
+              if (!sparse || call.is_text(query)) {
+                EXPECT_NEAR(out[c], expected[c], 1e-5);
+              }
+              moved = std::max(moved, std::abs(double{out[c]} - expected[c]));
+            }
+          }
+        }
+      }
+      EXPECT_EQ(moved > 0.1, sparse);
+    }
+  }
+}
+
 std::string refusal(const std::function<void()>& body, Status status) {
   try {
     body();

@@ -23,9 +23,10 @@ struct ModelConfig {
   int64_t condition_channels = 0;       // that stand beside the noisy latent
   int64_t text_dim = 0, image_dim = 0;  // channels of an encoded prompt and image; image_dim 0: it takes none
   int64_t image_tokens = 0;             // of all images together; 0: any number
+  int64_t text_tokens = 0;              // in self-attention beside the video's, padding included; 0: none
 
   // Tokens of a self-attention.
-  int64_t tokens(const std::array<int64_t, 3>& grid) const { return grid[0] * grid[1] * grid[2]; }
+  int64_t tokens(const std::array<int64_t, 3>& grid) const { return grid[0] * grid[1] * grid[2] + text_tokens; }
 };
 
 // Encoded text and image of one guidance branch: f32 on the host.
@@ -34,8 +35,14 @@ struct Prompt {
   std::vector<float> image;  // [tokens, image_dim]; empty where the model takes none
 };
 
+// The tokens of a self-attention that are not video's. Every query sees the text's keys, the text's queries see every key.
+struct TextTokens {
+  int64_t first = 0, count = 0;  // where the text stands, padding included
+  int64_t padding = 0;           // the last so many tokens take part in nothing
+};
+
 // q, k, v and out are [tokens, heads x head_dim]; out may be q.
-using Attend = std::function<void(int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out)>;
+using Attend = std::function<void(int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text)>;
 
 // The forward passes of one generation, at one grid.
 class Pass {

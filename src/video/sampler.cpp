@@ -1,6 +1,7 @@
 // The steps of a generation, and the plan, workspace and states of its self-attention.
 #include "video/sampler.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <numbers>
@@ -30,7 +31,7 @@ class SelfAttention {
     }
   }
 
-  CallReport run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out) {
+  CallReport run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text) {
     CallReport report{place.step, place.layer, branch, {}, std::vector<HeadStats>(static_cast<size_t>(config_.heads))};
     const auto slot = static_cast<size_t>(place.layer * branches_ + std::min(branch, branches_ - 1));
     CallArgs args;
@@ -39,6 +40,11 @@ class SelfAttention {
     args.v = view(v);
     const TensorView to = view(out);
     args.out = {out.data, to.dtype, to.batch, to.heads, to.tokens, to.dim, to.batch_stride, to.head_stride, to.token_stride};
+    const int64_t valid = q.rows - text.padding;
+    std::vector<uint32_t> text_bits(static_cast<size_t>(mask_words(q.rows)));
+    for (int64_t i = text.first; i < std::min(text.first + text.count, valid); ++i) set_mask_bit(text_bits.data(), i);
+    if (text.count > 0) args.keep = args.dense_queries = text_bits.data();
+    if (text.padding > 0) args.q_lengths = args.k_lengths = &valid;
     args.place = place;
     args.state = states_.empty() ? nullptr : states_[slot].get();
     args.workspace = workspace_.get();
@@ -113,7 +119,8 @@ Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& g
           .dim = config.head_dim,
           .dtype = dtype,
           .rope = config.rope,
-          .subspaces = {}};
+          .subspaces = {},
+          .dense_queries = config.text_tokens > 0};
 }
 
 Sample generate(const Model& model, const Request& request) {
@@ -162,11 +169,11 @@ Sample generate(const Model& model, const Request& request) {
     const auto i = static_cast<size_t>(step);
     const double change = levels[i + 1] - levels[i];
     for (int64_t branch = 0; branch < branches; ++branch) {
-      const auto attend = [&](int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out) {
+      const auto attend = [&](int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text) {
         if (request.wanted && request.wanted(step, layer, branch)) {
           request.watch(step, layer, branch, q.dtype, fetch(q), fetch(k), fetch(v));
         }
-        sample.calls.push_back(attention.run({layer, step, request.steps}, branch, q, k, v, out));
+        sample.calls.push_back(attention.run({layer, step, request.steps}, branch, q, k, v, out, text));
         if (request.done) request.done(sample.calls.back());
       };
       pass->forward(step, branch, floats(latent), floats(condition), attend,

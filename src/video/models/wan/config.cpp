@@ -21,7 +21,8 @@ ModelConfig Config::common() const {
           .condition_channels = in_channels - out_channels,
           .text_dim = text_dim,
           .image_dim = image_dim,
-          .image_tokens = image_tokens};
+          .image_tokens = image_tokens,
+          .text_tokens = 0};
 }
 
 Config parse_config(std::string_view text) {

@@ -197,7 +197,7 @@ void WanPass::self_attention(const Attention& layer, int64_t index, const Attend
   engine_.linear(layer.to_k, normed, raw);
   engine_.rms_norm(raw, layer.norm_k, eps, floats(rotation_), config_.head_dim, k);
   engine_.linear(layer.to_v, normed, v);
-  attend(index, q, k, v, q);
+  attend(index, q, k, v, q, {});
   engine_.linear(layer.to_out, q, raw);
   engine_.add(hidden, raw, modulation + 2 * dim);
 }
