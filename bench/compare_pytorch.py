@@ -55,7 +55,7 @@ for name, dtype, code in (("f32", torch.float32, api.F32), ("bf16", torch.bfloat
     a, b = statistics.median(ours), statistics.median(theirs)
     result["rows"].append({"dtype": name, "scope_seconds": a, "torch_seconds": b, "speed_ratio": b / a, "scope_gflops": flop / a / 1e9,
                            "torch_gflops": flop / b / 1e9, "scope_error": error, "torch_error": error_theirs,
-                           "bf16_dots": bool(stats.bf16_dots)})
+                           "bf16_dots": stats.arithmetic == b"bf16"})
     print(f"{name}: ours {1e3 * a:.0f} ms ({flop / a / 1e9:.0f} GFLOP/s, error {error:.1e}), PyTorch {1e3 * b:.0f} ms "
           f"({flop / b / 1e9:.0f} GFLOP/s, error {error_theirs:.1e}): {b / a:.2f}x its speed")
 if options.json:

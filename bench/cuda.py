@@ -100,21 +100,20 @@ class Scope:
 
     def __init__(self, libscope, q, k, v, method, settings, rope, text=0, selection=False):
         batch, heads, tokens, dim = q.shape
-        self.plan = libscope.plan(method, settings, gpu=torch.cuda.current_device(), batch=batch, heads=heads, q_tokens=tokens,
-                                 k_tokens=k.shape[2], dim=dim, dtype=api.BF16 if q.dtype == torch.bfloat16 else api.F16,
-                                 rope=rope, dense_queries=int(text > 0))
+        self.plan = libscope.plan(method, settings, backend="cuda", device=torch.cuda.current_device(), threads=1, batch=batch,
+                                 heads=heads, q_tokens=tokens, k_tokens=k.shape[2], dim=dim, rope=rope, dense_queries=int(text > 0),
+                                 dtype=api.BF16 if q.dtype == torch.bfloat16 else api.F16)
         info = self.plan.info
         memory = lambda n: torch.empty(max(n, 1), dtype=torch.uint8, device="cuda")
         self.out = torch.full_like(q, float("nan"))
         self.memory = [memory(info.workspace_bytes)]
-        self.stats = api.Stats()
-        fields = {"workspace": self.memory[0].data_ptr(), "start": api.START_FIRST,
+        self.stats, self.state = api.CallStats(), None
+        fields = {"workspace": self.memory[0].data_ptr(),
                   **{name: api.Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
                      for name, x in dict(q=q, k=k, v=v, out=self.out).items()}}
         if info.state_bytes:
             self.memory.append(memory(info.state_bytes))
-            self.plan.init_state(self.memory[1].data_ptr())
-            fields["state"] = self.memory[1].data_ptr()
+            fields["state"] = self.state = self.plan.state(self.memory[1].data_ptr())
         if text:
             self.bits = last_bits(tokens, text)
             fields["keep"] = fields["dense_queries"] = self.bits.ctypes.data
@@ -127,22 +126,20 @@ class Scope:
                                                 sizes=self.sizes.data_ptr(), counts=self.counts.data_ptr())
         self.arguments = self.plan.arguments(**fields)
 
-    def call(self, first=False):
+    def call(self, first=False, stats=None):
+        if first and self.state is not None:
+            self.state.reset()
         self.arguments.stream = torch.cuda.current_stream().cuda_stream
-        self.arguments.start = api.START_FIRST if first else api.START_WARM
-        self.arguments.stats = None
+        self.arguments.stats = stats
         self.plan.launch(self.arguments)
 
     def stages(self, repeat=5, first=False):
         """Median of each stage in ms, and the density."""
         rows = []
         for _ in range(repeat):
-            self.arguments.stream = torch.cuda.current_stream().cuda_stream
-            self.arguments.start = api.START_FIRST if first else api.START_WARM
-            self.arguments.stats = ctypes.addressof(self.stats)
-            self.plan.launch(self.arguments)
+            self.call(first, ctypes.pointer(self.stats))
             self.plan.read_stats(self.arguments)
-            rows.append({name: 1e3 * getattr(self.stats, name) for name in (*STAGES, "total")})
+            rows.append({name: 1e3 * getattr(self.stats, f"{name}_seconds") for name in (*STAGES, "total")})
         result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         result["other"] = result["total"] - sum(result[name] for name in STAGES)
         return result, self.stats.density, self.stats.total_density
@@ -229,7 +226,7 @@ def compare(libscope, name, tensors, rope, densities, options, text=0, long=True
             scope.call()
             recall, error = quality(scope, q, k, v, text)
             pads = {f"padding_{rows}": padding(scope, rows) for rows in (64, 128)}
-            scope.arguments.selection = api.Selection()
+            scope.arguments.selection = None
             ms = median_ms(scope.call, options.repeat)
             stages, measured, total = scope.stages()
             row(label, ms, measured, stages, total, {**pads, "settings": settings, "method": method, "mass_recall": recall, "error": error,

@@ -10,7 +10,6 @@
 #include <set>
 
 #include "common.h"
-#include "cuda/device.h"
 #include "measure/video_quality.h"
 #include "plot.h"
 #include "video/media.h"
@@ -146,9 +145,8 @@ class Ablation {
     for (const char* flag : {"-o", "--csv", "--plot"}) {
       check_place(flag, flag[1] == 'o' ? options.output : flag[2] == 'c' ? options.csv : options.plot);
     }
-    gpu_ = context_.device() != nullptr;
-    require(!gpu_ || options.compute != "f32", Status::unsupported, "--compute: a GPU takes bf16");
-    compute_ = !options.compute.empty() ? options.compute : gpu_ ? "bf16" : "f32";
+    takes_f32_ = finest_dtype(context_) == DType::f32;
+    compute_ = checked_compute(context_, options.compute);
     grid_ = options.grid.empty() ? notes_.grid : parse_grid(options.grid);
     for (const int64_t n : grid_) {
       require(n <= config_.rope_max, Status::shape, "--grid: got {}, this model takes up to {} tokens along an axis",
@@ -165,12 +163,12 @@ class Ablation {
   // `done` is called after each seed.
   void run(const std::function<void()>& done) {
     count_clips();
-    const auto engine = make_engine(compute_);
+    const auto engine = make_engine(context_, compute_);
     const auto model = video::open_model(folder_, *engine);
     std::unique_ptr<video::Engine> other_engine;
     std::unique_ptr<video::Model> other_model;
-    if (!options_.no_control && !gpu_) {
-      other_engine = make_engine(other_compute());
+    if (!options_.no_control && takes_f32_) {
+      other_engine = make_engine(context_, other_compute());
       other_model = video::open_model(folder_, *other_engine);
     }
     // Libraries and kernels load with their first use.
@@ -190,7 +188,7 @@ class Ablation {
       dense_.push_back(compare(dense, dense));
       for (Row& row : rows_) {
         if (row.left_out) continue;
-        const Video clip = make_video(row.control && !gpu_ ? *other_model : *model, seed, row.variant, row.settings);
+        const Video clip = make_video(row.control && takes_f32_ ? *other_model : *model, seed, row.variant, row.settings);
         row.results.push_back(compare(dense, clip));
         if (seed == 0 && !row.control) check_first(row, clip.sample);
       }
@@ -207,7 +205,7 @@ class Ablation {
     fmt::print("{}\n",
                bold(fmt::format("{} at {}, {} steps, {} seeds of {} clips, {}; {} threads, {}", options_.model,
                                 io::join(grid_, "x"), options_.steps, options_.seeds, clips_, compute_, context_.threads(),
-                                context_.device() == nullptr ? context_.instruction_set() : context_.device()->name)));
+                                context_.device().empty() ? context_.instruction_set() : context_.device())));
     fmt::print("dense: {:.2f} s a video (median)\n", median(each(dense_, [](const Result& r) { return r.total; })));
     for (const Row& row : rows_) {
       if (!row.control) continue;
@@ -326,11 +324,6 @@ class Ablation {
 
   std::string other_compute() const { return compute_ == "bf16" ? "f32" : "bf16"; }
 
-  std::unique_ptr<video::Engine> make_engine(const std::string& compute) const {
-    return gpu_ ? video::make_cuda_engine(context_)
-                : video::make_cpu_engine(context_, compute == "bf16" ? DType::bf16 : DType::f32);
-  }
-
   Plan make_plan(const Settings& settings) const {
     return {context_, settings, video::attention_shape(config_, grid_, compute_ == "bf16" ? DType::bf16 : DType::f32)};
   }
@@ -343,8 +336,8 @@ class Ablation {
       tables_.assign(std::begin(kPaper), std::end(kPaper));
     }
     if (!options_.no_control) {
-      Row row{.variant = gpu_ ? "dense:kernel=portable" : "dense in " + other_compute(),
-              .settings = parse_method(gpu_ ? "dense:kernel=portable" : "dense", ""),
+      Row row{.variant = takes_f32_ ? "dense in " + other_compute() : "dense:kernel=portable",
+              .settings = parse_method(takes_f32_ ? "dense" : "dense:kernel=portable", ""),
               .control = true,
               .results = {},
               .notes = {}};
@@ -529,7 +522,7 @@ class Ablation {
   video::Notes notes_;
   video::ModelConfig config_;
   Context context_;
-  bool gpu_ = false;
+  bool takes_f32_ = true;  // so that the control is the other type, and else another kernel
   std::string compute_;
   std::array<int64_t, 3> grid_ = {}, size_ = {};
   VideoInputs inputs_;

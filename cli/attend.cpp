@@ -78,11 +78,8 @@ void run(const Options& options) {
     runner.init_state();
     if (std::filesystem::exists(options.state)) {
       const auto saved = io::read_file(options.state, runner.plan().state_bytes);
-      require(saved.size() == runner.state().size(), Status::format, "{}: has {} bytes, a state of this shape has {}",
-              options.state, saved.size(), runner.state().size());
-      runner.state() = saved;
       try {
-        check_state(runner.plan(), runner.state().data());
+        runner.load_state(saved);
       } catch (const Error& error) {
         fail(Status::format, "{}: {}", options.state, error.what());
       }
@@ -112,7 +109,8 @@ void run(const Options& options) {
     io::write_safetensors(options.output, result);
   }
   if (!options.state.empty()) {
-    const std::span<const std::byte> part = runner.state();
+    const std::vector<std::byte> saved = runner.save_state();
+    const std::span<const std::byte> part = saved;
     io::write_file(options.state, {&part, 1});
   }
   progress->step("written");

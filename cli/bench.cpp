@@ -62,12 +62,12 @@ std::vector<Variant> make_variants(const Settings& base, double density) {
   };
   add("dense", find_method("dense").settings(), false);
   add("warm", with({}), true);
-  if (!keeps_codes(base.rule)) {  // whole codes are neither a number of keys nor scored one by one
+  if (!row(base.rule).whole_codes) {  // which are neither a number of keys nor scored one by one
     add("warm, fixed k", with({{"rule", "fixed"}}), true);
     add("warm, exact proxy", with({{"proxy", "exact"}}), true);
   }
   add("cold", with({}), false);
-  if (base.group == Grouping::kmeans && base.first_sample < 1) {
+  if (row(base.group).iterates && row(base.group).warm && base.first_sample < 1) {
     add("cold, first_sample=1", with({{"first_sample", "1"}}), false);
   }
   return variants;
@@ -193,7 +193,7 @@ void run(Options options) {
   require(options.repeat >= 1 && options.repeat <= 1000, Status::invalid_argument, "--repeat: got {}, expected 1..1000",
           options.repeat);
   const Context context = options.machine.context();
-  if (options.dtype.empty()) options.dtype = context.device() == nullptr ? "f32" : "bf16";
+  if (options.dtype.empty()) options.dtype = dtype_name(finest_dtype(context));
   nlohmann::ordered_json json{{"machine", machine_json(context)},
                               {"commit", options.commit},
                               {"version", SCOPE_VERSION},

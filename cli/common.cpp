@@ -12,7 +12,7 @@
 #include <fstream>
 
 #include "core/numeric.h"
-#include "cuda/device.h"
+#include "stages/backends.h"
 
 namespace scope::cli {
 
@@ -123,15 +123,15 @@ Partition parse_subspaces(const std::string& text) {
 }
 
 Runner::Runner(const Context& context, const Settings& settings, const Shape& shape) : plan_(context, settings, shape) {
-  const DeviceScope scope(plan_);
-  if (context.device() != nullptr) {
-    gpu_.workspace = cuda::make_memory(plan_.workspace_bytes);
-  } else {
-    workspace_.reset(new std::byte[static_cast<size_t>(plan_.workspace_bytes)]);
-  }
+  workspace_ = make_memory(plan_.workspace_bytes);
   const int64_t heads = shape.batch * shape.heads;
   out.resize(static_cast<size_t>(heads * shape.q_tokens * shape.dim * dtype_bytes(shape.dtype)));
   head_stats.resize(static_cast<size_t>(heads));
+}
+
+Runner::Memory Runner::make_memory(int64_t bytes) const {
+  const DeviceScope scope(plan_);
+  return {plan_.backend->allocate(plan_.exec, bytes), plan_.backend->release};
 }
 
 void Runner::want_selection() {
@@ -149,18 +149,19 @@ void Runner::want_selection() {
 }
 
 void Runner::init_state() {
-  gpu_.warm = false;
-  state_.assign(static_cast<size_t>(plan_.state_bytes), std::byte{0});
   if (plan_.state_bytes == 0) return;
-  if (plan_.exec.device == nullptr) {
-    scope::init_state(plan_, state_.data());
-    return;
-  }
-  const DeviceScope scope(plan_);
-  gpu_.state = cuda::make_memory(plan_.state_bytes);
-  scope::init_state(plan_, gpu_.state.get());
-  cuda::download(gpu_.state.get(), state_.data(), plan_.state_bytes);
+  if (state_memory_ == nullptr) state_memory_ = make_memory(plan_.state_bytes);
+  state_.emplace(plan_, state_memory_.get());
 }
+
+std::vector<std::byte> Runner::save_state() const {
+  if (!state_) return {};
+  std::vector<std::byte> saved(static_cast<size_t>(state_->bytes()));
+  state_->save(nullptr, saved.data());
+  return saved;
+}
+
+void Runner::load_state(std::span<const std::byte> saved) { state_->load(nullptr, saved); }
 
 void Runner::run(CallArgs args) {
   const Shape& shape = plan_.shape;
@@ -169,7 +170,7 @@ void Runner::run(CallArgs args) {
   if (!attend) args.out = {};
   args.workspace = workspace_.get();
   args.workspace_bytes = plan_.workspace_bytes;
-  args.state = state_.empty() ? nullptr : state_.data();
+  args.state = state_ ? &*state_ : nullptr;
   if (!labels.empty()) {
     args.selection = {labels.data(),
                       sizes.data(),
@@ -181,70 +182,53 @@ void Runner::run(CallArgs args) {
                       codes.empty() ? nullptr : codes.data()};
   }
   args.stats = &stats;
+  if (!plan_.context.host()) return run_on_device(args);
   args.head_stats = head_stats.data();
-  if (plan_.exec.device != nullptr) {
-    run_on_gpu(args);
-  } else {
-    call(plan_, args);
-  }
+  call(plan_, args);
 }
 
-void Runner::run_on_gpu(CallArgs args) {
+void Runner::run_on_device(CallArgs args) {
   const DeviceScope scope(plan_);
+  const Backend& backend = *plan_.backend;
   const Shape& shape = plan_.shape;
   const int64_t heads = shape.batch * shape.heads, each = dtype_bytes(shape.dtype);
-  const bool fresh = gpu_.uploaded != args.q.data;
-  const auto input = [&](cuda::Memory& memory, TensorView& x) {
+  const bool fresh = device_.uploaded != args.q.data;
+  const auto input = [&](Memory& memory, TensorView& x) {
     const int64_t bytes = heads * x.tokens * x.dim * each;
     if (fresh) {
-      memory = cuda::make_memory(bytes);
-      cuda::upload(x.data, memory.get(), bytes);
+      memory = make_memory(bytes);
+      backend.write(plan_.exec, x.data, memory.get(), bytes);
     }
     x.data = memory.get();
   };
   const void* source = args.q.data;
-  input(gpu_.q, args.q);
-  input(gpu_.k, args.k);
-  input(gpu_.v, args.v);
-  gpu_.uploaded = source;
+  input(device_.q, args.q);
+  input(device_.k, args.k);
+  input(device_.v, args.v);
+  device_.uploaded = source;
   // Device memory for a host array, and a copy of the result into it at the end.
   std::vector<std::function<void()>> fetches;
-  const auto output = [&](cuda::Memory& memory, auto*& pointer, int64_t bytes) {
+  const auto output = [&](Memory& memory, auto*& pointer, int64_t bytes) {
     if (pointer == nullptr || bytes == 0) return;
-    if (memory == nullptr) memory = cuda::make_memory(bytes);
-    fetches.push_back([from = memory.get(), to = pointer, bytes] { cuda::download(from, to, bytes); });
+    if (memory == nullptr) memory = make_memory(bytes);
+    fetches.push_back([&, from = memory.get(), to = pointer, bytes] { backend.read(plan_.exec, from, to, bytes); });
     pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(memory.get());
   };
-  output(gpu_.out, args.out.data, static_cast<int64_t>(out.size()));
-  output(gpu_.lse, args.lse, heads * shape.q_tokens * 4);
+  output(device_.out, args.out.data, static_cast<int64_t>(out.size()));
+  output(device_.lse, args.lse, heads * shape.q_tokens * 4);
   SelectionOut& s = args.selection;
   const auto bytes = [](const auto& x) { return static_cast<int64_t>(x.size() * sizeof(x[0])); };
-  output(gpu_.labels, s.labels, bytes(labels));
-  output(gpu_.sizes, s.sizes, bytes(sizes));
-  output(gpu_.counts, s.counts, bytes(counts));
-  output(gpu_.mask, s.mask, bytes(mask));
-  output(gpu_.keep, s.keep, bytes(keep));
-  output(gpu_.centroids, s.centroids, bytes(centroids));
-  output(gpu_.codebooks, s.codebooks, bytes(codebooks));
-  output(gpu_.codes, s.codes, bytes(codes));
-  if (args.state != nullptr) {
-    if (!gpu_.warm) {  // a state may have come from a file
-      cuda::upload(state_.data(), gpu_.state.get(), plan_.state_bytes);
-      StateSlot slot{};
-      std::memcpy(&slot, StateView(plan_, state_.data(), 0).slot, sizeof slot);
-      gpu_.warm = slot.groups > 0;
-    }
-    args.start = gpu_.warm ? Start::warm : Start::first;
-    fetches.push_back([this] { cuda::download(gpu_.state.get(), state_.data(), plan_.state_bytes); });
-    args.state = gpu_.state.get();
-  }
-  args.workspace = gpu_.workspace.get();
-  HeadStats* reported = args.head_stats;
-  args.head_stats = nullptr;
+  output(device_.labels, s.labels, bytes(labels));
+  output(device_.sizes, s.sizes, bytes(sizes));
+  output(device_.counts, s.counts, bytes(counts));
+  output(device_.mask, s.mask, bytes(mask));
+  output(device_.keep, s.keep, bytes(keep));
+  output(device_.centroids, s.centroids, bytes(centroids));
+  output(device_.codebooks, s.codebooks, bytes(codebooks));
+  output(device_.codes, s.codes, bytes(codes));
   call(plan_, args);
-  args.head_stats = reported;
+  args.head_stats = head_stats.data();
   read_stats(plan_, args);
-  gpu_.warm = gpu_.warm || stats.iterations > 0;
   if (!fetch) return;
   for (const auto& take : fetches) take();
 }
@@ -351,7 +335,7 @@ nlohmann::ordered_json machine_json(const Context& context) {
                               {"system", fmt::format("{} {}", system.sysname, system.machine)},
                               {"threads", context.threads()},
                               {"instruction_set", context.instruction_set()}};
-  if (context.device() != nullptr) json["gpu"] = context.device()->name;
+  if (!context.device().empty()) json["gpu"] = context.device();
   return json;
 }
 
@@ -363,14 +347,23 @@ void write_text(const std::string& path, const std::string& text) {
 }
 
 void MachineFlags::add(CLI::App& app) {
+  std::vector<std::string> names;
+  for (const Backend* each : backends()) names.emplace_back(each->name);
   app.add_option("--threads", threads, "CPU threads; 0 = one per core")->capture_default_str();
-  app.add_option("--backend", backend, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}))->capture_default_str();
-  app.add_option("--device", device, "which GPU, with --backend cuda")->capture_default_str();
-  app.add_option("--instruction-set", instruction_set, "auto, avx512, avx2 or portable")->capture_default_str();
+  app.add_option("--backend", backend, fmt::format("what calls run on: {}", fmt::join(names, " or ")))
+      ->check(CLI::IsMember(names))
+      ->capture_default_str();
+  app.add_option("--device", device, "which GPU, on a backend of GPUs")->capture_default_str();
+  app.add_option("--instruction-set", instruction_set, "the CPU's: auto, avx512, avx2 or portable")->capture_default_str();
 }
 
 Context MachineFlags::context() const {
-  return backend == "cuda" ? Context::on_gpu(device, threads) : Context(threads, instruction_set);
+  return Context(
+      ContextOptions{.backend = backend, .threads = threads, .instruction_set = instruction_set, .device = device});
+}
+
+DType finest_dtype(const Context& context) {
+  return context.backend().can.dtypes.has(DType::f32) ? DType::f32 : DType::bf16;
 }
 
 double now_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }

@@ -6,11 +6,11 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "cuda/memory.h"
 #include "io/file.h"
 #include "measure/recall.h"
 #include "measure/synthetic.h"
@@ -63,11 +63,15 @@ class Runner {
   const Plan& plan() const { return plan_; }
   // Buffers for the selection, filled by every run from now on.
   void want_selection();
-  // Inputs are host memory on every backend. On a GPU q, k and v are uploaded when the address of q changes, and results
+  // Inputs are host memory on every backend. On a device q, k and v are uploaded when the address of q changes, and results
   // come back unless `fetch` is off.
   void run(CallArgs args);
+  // From here on calls go on from one another; a second time: from the start again. A method without a state has none.
   void init_state();
-  std::vector<std::byte>& state() { return state_; }
+  // Empty without a state.
+  std::vector<std::byte> save_state() const;
+  // Of a runner with the same shape and method, after init_state.
+  void load_state(std::span<const std::byte> saved);
   bool fetch = true;
   bool attend = true;  // off: a selection alone
 
@@ -79,16 +83,17 @@ class Runner {
   std::vector<HeadStats> head_stats;
 
  private:
-  void run_on_gpu(CallArgs args);
+  using Memory = std::shared_ptr<void>;  // of the backend
+  Memory make_memory(int64_t bytes) const;
+  void run_on_device(CallArgs args);
 
   Plan plan_;
-  std::unique_ptr<std::byte[]> workspace_;
-  std::vector<std::byte> state_;
-  struct Gpu {
-    cuda::Memory workspace, q, k, v, out, lse, state, labels, sizes, counts, mask, keep, centroids, codebooks, codes;
+  Memory workspace_, state_memory_;
+  std::optional<State> state_;
+  struct Device {
+    Memory q, k, v, out, lse, labels, sizes, counts, mask, keep, centroids, codebooks, codes;
     const void* uploaded = nullptr;
-    bool warm = false;  // the state in device memory is current and filled
-  } gpu_;
+  } device_;
 };
 
 // Quality of the last run, averaged over heads. `exact` [batch x heads] holds what was computed before for the same queries;
@@ -129,6 +134,8 @@ struct MachineFlags {
   void add(CLI::App& app);
   Context context() const;
 };
+// f32 where the backend takes it.
+DType finest_dtype(const Context& context);
 
 // A line on stderr that is redrawn in place, only when stderr is a terminal.
 class Progress {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common.h"
+#include "methods/methods.h"
 #include "plot.h"
 
 namespace scope::cli {
@@ -48,11 +49,15 @@ std::vector<Method> parse_methods(const Options& options) {
           "--profile: needs --layer, --step and --steps, to know which densities these heads have");
   bool taken = false;
   for (Method& method : methods) {
-    if (method.settings.group != Grouping::cocluster) continue;
+    if (!method.settings.method->profiled) continue;
     set_setting(method.settings, "profile", options.profile);
     taken = true;
   }
-  require(taken, Status::invalid_argument, "--profile: none of {} takes one; svoo does", options.methods);
+  std::string profiled;
+  for (const scope::Method& method : methods_table()) {
+    if (method.profiled) profiled.append(profiled.empty() ? "" : ", ").append(method.name);
+  }
+  require(taken, Status::invalid_argument, "--profile: none of {} takes one; {} does", options.methods, profiled);
   return methods;
 }
 
@@ -192,8 +197,8 @@ class Comparison {
     const double dense = dense_runner_.stats.total;
     for (int i = 0; i < options_.repeat; ++i) {
       if (!state.empty()) {
-        runner.init_state();  // a GPU uploads a state only after this
-        runner.state() = state;
+        runner.init_state();
+        runner.load_state(state);
       }
       runner.run(args());
       selection.push_back(selection_seconds(runner.stats));
@@ -226,7 +231,7 @@ class Comparison {
   Row run_method(const Method& method, double density, Runner& first) {
     Runner runner(context_, at_density(method, density), input_.shape());
     runner.want_selection();
-    Row row = measure_row(runner, method.name, first.state());
+    Row row = measure_row(runner, method.name, first.save_state());
     row.target = density;
     row.first_selection = selection_seconds(first.stats);
     row.notes = target_notes(runner, density, method.name);

@@ -35,7 +35,7 @@ void run(const Options& options) {
       {"+ first-order tail", "scope-exact", {{"rule", "target"}, {"density", "0.1"}, {"tail", "first_order"}}},
       {"scope, rule=online", "scope", {}}};
   auto progress = std::make_unique<Progress>("scope demo", static_cast<int64_t>(3 * rows.size() + 1));
-  const Qkv qkv = synthetic_qkv(spec, context.device() == nullptr ? "f32" : "bf16", *context.exec().pool);
+  const Qkv qkv = synthetic_qkv(spec, dtype_name(finest_dtype(context)), *context.exec().pool);
   progress->step("data");
   CallArgs args;
   args.q = qkv.view(qkv.q, qkv.q_tokens);

@@ -6,10 +6,9 @@
 
 #include "common.h"
 #include "core/numeric.h"
-#include "cpu/kernels.h"
-#include "cuda/device.h"
 #include "measure/synthetic.h"
 #include "methods/methods.h"
+#include "stages/backends.h"
 
 namespace scope::cli {
 
@@ -18,8 +17,8 @@ namespace {
 // A sparse call that keeps every key must equal dense attention, and a selective one must keep what it was asked to.
 void self_test(const Context& context) {
   const SyntheticSpec spec{{4, 12, 16}, {44, 42, 42}, 2, 7};
-  const bool gpu = context.device() != nullptr;
-  const Qkv qkv = synthetic_qkv(spec, gpu ? "bf16" : "f32", *context.exec().pool);
+  const bool f32 = finest_dtype(context) == DType::f32;
+  const Qkv qkv = synthetic_qkv(spec, f32 ? "f32" : "bf16", *context.exec().pool);
   CallArgs args;
   args.q = qkv.view(qkv.q, qkv.q_tokens);
   args.k = qkv.view(qkv.k, qkv.k_tokens);
@@ -44,7 +43,7 @@ void self_test(const Context& context) {
   const auto sparse = attend("scope", {{"rule", "target"}, {"density", "0.2"}});
   double largest = 0;
   const auto value = [&](const Runner& runner, size_t i) -> double {
-    if (gpu) {
+    if (!f32) {
       uint16_t bits = 0;
       std::memcpy(&bits, &runner.out[2 * i], 2);
       return bf16_to_f32(bits);
@@ -53,11 +52,11 @@ void self_test(const Context& context) {
     std::memcpy(&x, &runner.out[4 * i], 4);
     return x;
   };
-  for (size_t i = 0; i < dense->out.size() / (gpu ? 2 : 4); ++i) {
+  for (size_t i = 0; i < dense->out.size() / (f32 ? 4 : 2); ++i) {
     largest = std::max(largest, std::abs(value(*dense, i) - value(*whole, i)));
   }
   const Quality quality = measure(context, qkv, *sparse, false, 64);
-  require(largest < (gpu ? 0.05 : 1e-4), Status::internal, "self-test: rho = 1 differs from dense by {}", largest);
+  require(largest < (f32 ? 1e-4 : 0.05), Status::internal, "self-test: rho = 1 differs from dense by {}", largest);
   require(std::abs(sparse->stats.density - 0.2) < 0.01, Status::internal, "self-test: asked for density 0.2, got {}",
           sparse->stats.density);
   require(quality.mass_recall > 0.5, Status::internal, "self-test: mass recall {} at density 0.2", quality.mass_recall);
@@ -65,36 +64,38 @@ void self_test(const Context& context) {
              context.backend().name, largest, sparse->stats.density, quality.mass_recall);
 }
 
-void run(const MachineFlags& machine) {
-  const Context context(machine.threads, machine.instruction_set);  // GPUs are tested beside it, whatever --backend says
-  const auto info = machine_json(context);
+std::string takes(const Capabilities& can) {
+  std::string types;
+  for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
+    if (can.dtypes.has(type)) types.append(types.empty() ? "" : ", ").append(dtype_name(type));
+  }
+  return can.dim_multiple == 1
+             ? fmt::format("{}; head dimension up to {}", types, can.most_dim)
+             : fmt::format("{}; head dimensions that are multiples of {} up to {}", types, can.dim_multiple, can.most_dim);
+}
+
+void run(MachineFlags machine) {
+  const Context host(machine.threads, machine.instruction_set);
+  const auto info = machine_json(host);
   fmt::print("scope             {}\n", SCOPE_VERSION);
   fmt::print("machine           {}, {}\n", info["cpu"].get<std::string>(), info["system"].get<std::string>());
-  fmt::print("threads           {} of {} cores\n", context.threads(), available_cores());
-  std::string sets;
-  for (const auto& set : cpu::instruction_sets()) sets += fmt::format("{}{}", sets.empty() ? "" : ", ", set.name);
-  fmt::print("instruction sets  {} (using {})\n", sets, context.instruction_set());
-  fmt::print("bf16 dot products {}\n", cpu::bf16_dot_kernels() != nullptr ? "yes" : "no");
-  fmt::print("backend cpu       f32, f16, bf16; head dimension up to 256\n");
-  if (!cuda::built()) {
-    fmt::print("backend cuda      not in this build\n");
-  } else {
-    const auto devices = cuda::devices();
-    if (devices.empty()) fmt::print("backend cuda      built, but there is no GPU or no driver: calls run on the CPU\n");
-    for (const auto& device : devices) {
-      fmt::print("GPU {}             {}, sm_{}{}, {} multiprocessors, {:.0f} GiB; attend kernel: {}\n", device.index,
-                 device.name, device.major, device.minor, device.multiprocessors,
-                 static_cast<double>(device.memory_bytes) / (1 << 30),
-                 device.major == 9   ? "wgmma"
-                 : device.major >= 8 ? "portable"
-                                     : "none (sm_80 or later is needed)");
-    }
-    if (!devices.empty()) fmt::print("backend cuda      f16, bf16; head dimensions that are multiples of 8 up to 128\n");
-    for (const auto& device : devices) {
-      if (device.major >= 8) self_test(Context::on_gpu(device.index, machine.threads));
+  fmt::print("threads           {} of {} cores, {}\n", host.threads(), available_cores(), host.instruction_set());
+  // Every backend is tested, and every device of each, whatever --backend and --device say.
+  for (const Backend* backend : backends()) {
+    fmt::print("{:<17} {}\n", fmt::format("backend {}", backend->name), takes(backend->can));
+    const std::vector<std::string> inventory = backend->inventory();
+    for (const std::string& line : inventory) fmt::print("{}\n", line);
+    if (!backend->present()) continue;
+    machine.backend = backend->name;
+    for (machine.device = 0; machine.device < (backend->can.host ? 1 : std::ssize(inventory)); ++machine.device) {
+      try {
+        self_test(machine.context());
+      } catch (const Error& error) {
+        if (error.status() != Status::unsupported) throw;
+        fmt::print("self-test         {} skipped: {}\n", backend->name, error.what());
+      }
     }
   }
-  self_test(context);
 }
 
 }  // namespace

@@ -213,9 +213,7 @@ void run(const Options& options) {
   }
 
   const Context context = options.machine.context();
-  const bool gpu = context.device() != nullptr;
-  require(!gpu || options.compute != "f32", Status::unsupported, "--compute: a GPU takes bf16");
-  const std::string compute = !options.compute.empty() ? options.compute : gpu ? "bf16" : "f32";
+  const std::string compute = checked_compute(context, options.compute);
   RunFolder out(options.output);
   if (!options.dump.empty()) {
     std::error_code error;
@@ -234,8 +232,7 @@ void run(const Options& options) {
       write_qkv(path, config, request.grid, dtype, {{"q", &q}, {"k", &k}, {"v", &v}});
     };
   }
-  const auto engine =
-      gpu ? video::make_cuda_engine(context) : video::make_cpu_engine(context, compute == "bf16" ? DType::bf16 : DType::f32);
+  const auto engine = make_engine(context, compute);
   const auto model = video::open_model(folder, *engine);
   const int64_t passes = request.guidance == 1 ? 1 : 2;
   auto progress = std::make_unique<Progress>("generate " + options.method, request.steps * passes * config.layers);

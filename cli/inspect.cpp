@@ -99,7 +99,7 @@ struct Scoring {
     const HeadStats& stats = runner->head_stats[0];
     const auto subspaces = runner->plan().partition.size();
     if (subspaces == 0) return fmt::format("{} groups, exact", stats.groups);
-    if (runner->plan().settings.encode == Encoding::blocks) return fmt::format("{} x {} blocks", stats.groups, stats.codes);
+    if (row(runner->plan().settings.encode).blocks) return fmt::format("{} x {} blocks", stats.groups, stats.codes);
     return subspaces == 1 ? fmt::format("{} groups, {} clusters", stats.groups, stats.codes)
                           : fmt::format("{} groups, {} x {} codes", stats.groups, subspaces, stats.codes);
   }
@@ -156,7 +156,7 @@ class Inspection {
     progress.step("cluster maps");
     times_ = time_calls(*runner_);
     progress.step("calls");
-    if (settings_.proxy == ProxyKind::codes && !keeps_codes(settings_.rule)) {
+    if (row(settings_.proxy).codes && !row(settings_.rule).whole_codes) {
       Settings direct = settings_;
       direct.proxy = ProxyKind::exact;
       Runner runner(context_, direct, input_.shape());
@@ -222,10 +222,9 @@ class Inspection {
     runner.init_state();
     runner.run(input_.args());
     times.first = runner.stats;
-    const std::vector<std::byte> state = runner.state();
+    const std::vector<std::byte> state = runner.save_state();
     for (int i = 0; i < options_.repeat; ++i) {
-      runner.init_state();  // a GPU uploads a state only after this
-      runner.state() = state;
+      runner.load_state(state);
       runner.run(input_.args());
       if (i == 0) times.warm = runner.stats;
       for (double CallStats::*part : {&CallStats::group, &CallStats::encode, &CallStats::score, &CallStats::select,

@@ -79,18 +79,17 @@ std::vector<std::string> target_notes(const Settings& settings, double density, 
   require(!least || density <= target + kCloseEnough, Status::unsupported,
           "target density: got {}, and the least that {} keeps here is {:.4f}", target, method, density);
   std::vector<std::string> notes;
-  const bool has_floor = settings.rule == Rule::hybrid || settings.rule == Rule::target || settings.rule == Rule::clusters ||
-                         settings.rule == Rule::error_aware;
-  const double most = target / (settings.rule == Rule::error_aware ? 4 : 2);
-  const char* part = settings.rule == Rule::error_aware ? "a quarter of" : "half";
+  const int floor = row(settings.rule).floor;
+  const double most = floor > 0 ? target / floor : 1;
   const auto lowered = std::count_if(heads.begin(), heads.end(),
                                      [&](const HeadStats& head) { return head.groups > 0 && head.alpha == most; });
-  if (has_floor && settings.profile != nullptr && lowered > 0) {
-    notes.push_back(fmt::format("{}: least shares of the profile lowered to {}, {} the target density, in {} of {} heads",
-                                method, most, part, lowered, heads.size()));
-  } else if (has_floor && settings.alpha > most) {
+  if (floor > 0 && settings.profile != nullptr && lowered > 0) {
     notes.push_back(
-        fmt::format("{}: alpha lowered from {} to {}, {} the target density", method, settings.alpha, most, part));
+        fmt::format("{}: least shares of the profile lowered to {}, 1/{} of the target density, in {} of {} heads", method,
+                    most, floor, lowered, heads.size()));
+  } else if (settings.alpha > most) {
+    notes.push_back(
+        fmt::format("{}: alpha lowered from {} to {}, 1/{} of the target density", method, settings.alpha, most, floor));
   }
   if (std::abs(density - target) > kCloseEnough) {
     notes.push_back(fmt::format("{}: density {:.4f} is the nearest to {} that can be reached", method, density, target));

@@ -59,6 +59,16 @@ std::array<int64_t, 3> parse_grid(const std::string& text) {
   return {values[0], values[1], values[2]};
 }
 
+std::string checked_compute(const Context& context, const std::string& text) {
+  const std::string finest = dtype_name(finest_dtype(context));
+  require(text != "f32" || finest == "f32", Status::unsupported, "--compute: {} takes {}", context.backend().name, finest);
+  return text.empty() ? finest : text;
+}
+
+std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute) {
+  return video::make_engine(context, compute == "bf16" ? DType::bf16 : DType::f32);
+}
+
 void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::ModelConfig& config,
                      const std::array<int64_t, 3>& size, video::Request& request) {
   const std::string examples = folder + "/examples.safetensors";

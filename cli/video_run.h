@@ -19,6 +19,9 @@ std::string find_model_folder(const std::string& name);
 std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,
                                const std::vector<int64_t>& shape, int64_t pick);
 std::array<int64_t, 3> parse_grid(const std::string& text);
+// The value of --compute, f32 or bf16; empty: the finest that the backend takes.
+std::string checked_compute(const Context& context, const std::string& text);
+std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute);
 // What the bundled model is conditioned on: the first frame and the motion tokens of an example, or of the user's files.
 void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::ModelConfig& config,
                      const std::array<int64_t, 3>& size, video::Request& request);

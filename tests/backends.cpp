@@ -1,4 +1,4 @@
-// Mirrors host arrays on a device around one call of a stage, and knows what each backend promises.
+// Makes one chunk of separate heads around a call of a stage, and knows what each backend promises.
 #include "backends.h"
 
 #include <gtest/gtest.h>
@@ -6,19 +6,27 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <numeric>
 #include <string>
 
 #include "core/numeric.h"
-#include "cuda/device.h"
-#include "cuda/stages.h"
+#include "guarded.h"
+#include "stages/choices.h"
 #ifdef SCOPE_TEST_CUDA
 #include <cuda_runtime_api.h>
+
+#include "cuda/stages.h"
 #endif
 
 namespace scope::test {
 
 namespace {
+
+// A member as Mirror wants it.
+#define FIELD(path) \
+  [](auto& one) -> auto& { return one.path; }
 
 // CPU: strips of 6, panels of 16 and 64, query tiles of 252, key blocks of 256. CUDA: tiles of 16, 64 and 128.
 const Limits kCpu = {
@@ -38,9 +46,15 @@ const Limits kCpu = {
     .exact_keys = true,
     .rho = 1e-5,
     .order = 0,
-    .tail = 1e-5,
+    .tail_mass = 0,
+    .tail_mean = 0,
     .mean = 4e-6,
     .lse = 2e-6,
+    .kernels = {"auto"},
+    .equal_out = 1e-5,
+    .equal_lse = 1e-5,
+    .density = 0.005,
+    .other_keys = 0,
 };
 const Limits kCuda = {
     .dtypes = {DType::f16, DType::bf16},
@@ -59,9 +73,15 @@ const Limits kCuda = {
     .exact_keys = false,
     .rho = 1e-3,
     .order = 2e-3,
-    .tail = 0x1p-7,  // weights are rounded to 16 bits
+    .tail_mass = 0x1.4p-8,  // weights are rounded to 16 bits, each by 2^-8 at most and perhaps all the same way
+    .tail_mean = 0x1p-5,
     .mean = 4e-6,
     .lse = 1e-5,
+    .kernels = {"auto", "portable"},
+    .equal_out = 3e-2,
+    .equal_lse = 1e-4,
+    .density = 0.03,
+    .other_keys = 0.01,
 };
 
 }  // namespace
@@ -73,185 +93,69 @@ bool testing_cuda() {
 
 const Limits& limits() { return testing_cuda() ? kCuda : kCpu; }
 
-#ifdef SCOPE_TEST_CUDA
+const Backend& backend() { return find_backend(testing_cuda() ? "cuda" : "cpu"); }
 
 namespace {
+
+// Where a chunk lies while a stage runs; all that differs from one backend to another.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  // At a multiple of 64, all 0xff; released with this.
+  virtual std::byte* allocate(int64_t bytes) = 0;
+  virtual void copy(void* to, const void* from, int64_t bytes) = 0;
+  virtual void wait() = 0;
+  // What runs the stage each time that it is called.
+  virtual std::function<void()> recorded(const std::function<void()>& stage) = 0;
+};
+
+class HostMemory : public Memory {
+ public:
+  ~HostMemory() override {
+    for (void* memory : memory_) std::free(memory);
+  }
+  std::byte* allocate(int64_t bytes) override {
+    const auto all = static_cast<size_t>(round_up(bytes, 64));
+    memory_.push_back(std::aligned_alloc(64, all));
+    require(memory_.back() != nullptr, Status::internal, "{} bytes for a test", all);
+    return static_cast<std::byte*>(std::memset(memory_.back(), 0xff, all));
+  }
+  void copy(void* to, const void* from, int64_t bytes) override { std::memcpy(to, from, static_cast<size_t>(bytes)); }
+  void wait() override {}
+  std::function<void()> recorded(const std::function<void()>& stage) override { return stage; }
+
+ private:
+  std::vector<void*> memory_;
+};
+
+#ifdef SCOPE_TEST_CUDA
 
 void check(cudaError_t error, const char* what) {
   require(error == cudaSuccess, Status::device, "{}: {}", what, cudaGetErrorString(error));
 }
 
-constexpr int64_t kGuard = 192;
-constexpr int64_t kCopyAtOnce = int64_t{1} << 28;  // bytes; above it, a view's rows are copied and its padding is not
-
-const std::byte* canary() {
-  static const std::vector<std::byte> bytes = [] {
-    std::vector<std::byte> result;  // NaN in every float type, and no label
-    for (int64_t i = 0; i < kGuard; ++i) result.push_back(i % 2 == 0 ? std::byte{0xfe} : std::byte{0x7f});
-    return result;
-  }();
-  return bytes.data();
-}
-
-// The device's copy of the arrays of a chunk of heads. Those behind pointers to const must come back as they were.
-class Mirror {
+class DeviceMemory : public Memory {
  public:
-  Mirror(const Exec& exec, int64_t head_gap) : stream_(static_cast<cudaStream_t>(exec.stream)), head_gap_(head_gap) {}
-  ~Mirror() {
+  explicit DeviceMemory(const Exec& exec) : stream_(static_cast<cudaStream_t>(exec.stream)) {}
+  ~DeviceMemory() override {
     for (void* memory : memory_) cudaFreeAsync(memory, stream_);
   }
-  Mirror(const Mirror&) = delete;
-  Mirror& operator=(const Mirror&) = delete;
-
-  // `count` elements per head, with a canary between one head and the next.
-  template <class Args, class Field>
-  void array(std::vector<Args>& heads, Field field, int64_t count) {
-    using T = std::remove_pointer_t<std::remove_reference_t<decltype(field(heads[0]))>>;
-    if (field(heads[0]) == nullptr) return;
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), gap = kGuard / 2, n = static_cast<int64_t>(heads.size());
-    std::byte* place = reserve(n * bytes + (n - 1) * gap, bytes % 64);  // aligned as a second head would be
-    for (size_t h = 0; h < heads.size(); ++h) {
-      add(place, field(heads[h]), bytes, std::is_const_v<T>);
-      field(heads[h]) = reinterpret_cast<T*>(place);
-      place += bytes;
-      if (h + 1 < heads.size()) add(place, canary(), gap, true);
-      place += gap;
-    }
-  }
-  // The same array for every head.
-  template <class Args, class Field>
-  void shared(std::vector<Args>& heads, Field field, int64_t count) {
-    std::vector<Args> first = {heads[0]};
-    array(first, field, count);
-    for (Args& head : heads) field(head) = field(first[0]);
-  }
-  // Ascending token lists; null stands for the first `count` tokens, and every third call says so.
-  template <class Args, class Field>
-  void tokens(std::vector<Args>& heads, Field field, int64_t count) {
-    const int32_t* list = field(heads[0]);
-    if (count > 0 && list[0] == 0 && list[count - 1] == count - 1 && lists_++ % 3 == 0) {
-      for (Args& head : heads) field(head) = nullptr;
-    } else {
-      shared(heads, field, count);
-    }
-  }
-  template <class Args, class Field>
-  void rows(std::vector<Args>& heads, Field field) {
-    const auto first = field(heads[0]);
-    if (first.data == nullptr) return;
-    const int64_t width = dtype_bytes(first.dtype), n = static_cast<int64_t>(heads.size());
-    const int64_t pitch = first.row_stride * width, row = first.dim * width;
-    const int64_t extent = first.tokens == 0 ? 0 : (first.tokens - 1) * pitch + row;
-    const bool side_by_side = n > 1 && first.row_stride >= n * first.dim && head_gap_ == kHeadGap;
-    const int64_t step = side_by_side ? row : round_up(extent, 16) + head_gap_ * width;
-    std::byte* place = reserve((n - 1) * step + extent, 16);
-    for (Args& head : heads) {
-      auto& view = field(head);
-      constexpr bool kInput = std::is_same_v<std::decay_t<decltype(view)>, RowsView>;
-      auto* host = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(view.data)));
-      if (!side_by_side && extent <= kCopyAtOnce) {
-        add(place, host, extent, kInput);
-      } else {
-        for (int64_t t = 0; t < view.tokens; ++t) add(place + t * pitch, host + t * pitch, row, kInput);
-      }
-      view.data = place;
-      place += step;
-    }
-  }
-  // The chunk's scratch is that of its first head, for all heads.
-  template <class Args>
-  void scratch(std::vector<Args>& heads) {
-    const Scratch one = heads[0].scratch;
-    std::byte* place = reserve(one.bytes * static_cast<int64_t>(heads.size()), 0);
-    for (Args& head : heads) {
-      scratches_.push_back({place, static_cast<const std::byte*>(one.data), one.bytes});
-      head.scratch.data = place;
-      place += one.bytes;
-    }
-    heads[0].scratch.bytes = one.bytes * static_cast<int64_t>(heads.size());
-  }
-
-  template <class Stage>
-  void run(const Stage& stage) {
-    upload();
-    if (runs_++ % 2 == 0) {
-      stage();
-      check(cudaGetLastError(), "launch");
-    } else {
-      cudaGraphExec_t graph = captured(stage);
-      check(cudaGraphLaunch(graph, stream_), "first launch of a graph");
-      const auto first = outputs();
-      upload();
-      check(cudaGraphLaunch(graph, stream_), "second launch of a graph");
-      EXPECT_TRUE(outputs() == first) << "a graph's second launch gives other bits";
-      cudaGraphExecDestroy(graph);
-    }
-    download();
-  }
-
- private:
-  struct Piece {
-    std::byte* device;
-    std::byte* host;
-    int64_t bytes;
-  };
-  struct ConstPiece {
-    std::byte* device;
-    const std::byte* host;
-    int64_t bytes;
-  };
-
-  // Memory between canaries, `shift` bytes after a multiple of 64; NaN wherever nothing else is put.
-  std::byte* reserve(int64_t bytes, int64_t shift) {
+  std::byte* allocate(int64_t bytes) override {
+    const auto all = static_cast<size_t>(bytes);
     void* memory = nullptr;
-    const auto all = static_cast<size_t>(bytes + 2 * kGuard + shift);
     check(cudaMallocAsync(&memory, all, stream_), "device memory for a test");
     memory_.push_back(memory);
     check(cudaMemsetAsync(memory, 0xff, all, stream_), "memset");
-    std::byte* place = static_cast<std::byte*>(memory) + kGuard + shift;
-    inputs_.push_back({place - kGuard, canary(), kGuard});
-    inputs_.push_back({place + bytes, canary(), kGuard});
-    return place;
+    return static_cast<std::byte*>(memory);
   }
-  void add(std::byte* device, const void* host, int64_t bytes, bool input) {
-    if (bytes == 0) return;
-    if (input) {
-      inputs_.push_back({device, static_cast<const std::byte*>(host), bytes});
-    } else {
-      outputs_.push_back({device, static_cast<std::byte*>(const_cast<void*>(host)), bytes});
-    }
-  }
-  void copy(void* to, const void* from, int64_t bytes) {
+  void copy(void* to, const void* from, int64_t bytes) override {
     check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_), "copy");
   }
-  void upload() {
-    for (const auto& piece : inputs_) copy(piece.device, piece.host, piece.bytes);
-    for (const auto& piece : outputs_) copy(piece.device, piece.host, piece.bytes);  // poison, or a warm start
-    for (const auto& piece : scratches_) copy(piece.device, piece.host, piece.bytes);
-  }
-  std::vector<std::vector<std::byte>> outputs() {
-    std::vector<std::vector<std::byte>> result;
-    for (const auto& piece : outputs_) {
-      result.emplace_back(static_cast<size_t>(piece.bytes));
-      copy(result.back().data(), piece.device, piece.bytes);
-    }
+  void wait() override {
+    check(cudaGetLastError(), "launch");
     check(cudaStreamSynchronize(stream_), "stage");
-    return result;
   }
-  void download() {
-    for (const auto& piece : outputs_) copy(piece.host, piece.device, piece.bytes);
-    check(cudaStreamSynchronize(stream_), "stage");
-    std::vector<std::byte> now;
-    for (const auto& piece : inputs_) {
-      now.resize(static_cast<size_t>(piece.bytes));
-      copy(now.data(), piece.device, piece.bytes);
-      check(cudaStreamSynchronize(stream_), "copy");
-      EXPECT_EQ(std::memcmp(now.data(), piece.host, now.size()), 0)
-          << (piece.host == canary() ? "device memory around an array was written" : "an input was written");
-    }
-  }
-  template <class Stage>
-  cudaGraphExec_t captured(const Stage& stage) {
+  std::function<void()> recorded(const std::function<void()>& stage) override {
     cudaGraph_t graph = nullptr;
     check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), "begin capture");
     try {
@@ -262,250 +166,529 @@ class Mirror {
       throw;
     }
     check(cudaStreamEndCapture(stream_, &graph), "end capture: a stage must not allocate, wait or leave its stream");
-    cudaGraphExec_t ready = nullptr;
-    check(cudaGraphInstantiate(&ready, graph, 0), "instantiate");
+    cudaGraphExec_t made = nullptr;
+    check(cudaGraphInstantiate(&made, graph, 0), "instantiate");
     cudaGraphDestroy(graph);
-    return ready;
+    const std::shared_ptr<CUgraphExec_st> ready(made, cudaGraphExecDestroy);
+    return [ready, stream = stream_] { check(cudaGraphLaunch(ready.get(), stream), "launch of a graph"); };
+  }
+
+ private:
+  cudaStream_t stream_;
+  std::vector<void*> memory_;
+};
+
+std::unique_ptr<Memory> memory_of(const Exec& exec) {
+  if (exec.device != nullptr) return std::make_unique<DeviceMemory>(exec);
+  return std::make_unique<HostMemory>();
+}
+
+#else
+
+std::unique_ptr<Memory> memory_of(const Exec&) { return std::make_unique<HostMemory>(); }
+
+#endif
+
+constexpr int64_t kCopyAtOnce = int64_t{1} << 28;  // bytes; above it, a view's rows are copied and its padding is not
+
+// One chunk made of separate heads. Arrays behind pointers to const must come back as they were.
+template <class Args>
+class Mirror {
+ public:
+  Args chunk;  // the first head's, until its fields are mirrored
+
+  Mirror(const Exec& exec, std::span<const Args> heads, int64_t head_gap = kHeadGap)
+      : chunk(heads[0]), heads_(heads), head_gap_(head_gap), device_(exec.device != nullptr), memory_(memory_of(exec)) {}
+
+  // `count` elements per head, with a canary between one head and the next.
+  template <class Field>
+  void array(Field field, int64_t count) {
+    auto& to = field(chunk);
+    using T = std::remove_pointer_t<decltype(to.base)>;
+    if (!to) return;
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), gap = kGuard / 2;
+    const auto n = static_cast<int64_t>(heads_.size());
+    std::byte* place = reserve(n * bytes + (n - 1) * gap, bytes % 64);  // aligned as a second head would be
+    to = {reinterpret_cast<T*>(place), count + gap / static_cast<int64_t>(sizeof(T))};
+    for (int64_t h = 0; h < n; ++h, place += bytes + gap) {
+      add(place, field(heads_[static_cast<size_t>(h)]).base, bytes, std::is_const_v<T>);
+      if (h + 1 < n) add(place + bytes, kCanary.data(), gap, true);
+    }
+  }
+  // One array for all heads.
+  template <class Field>
+  void shared(Field field, int64_t count) {
+    auto& to = field(chunk);
+    using T = std::remove_pointer_t<std::remove_reference_t<decltype(to)>>;
+    if (to == nullptr) return;
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    std::byte* place = reserve(bytes, bytes % 64);
+    add(place, to, bytes, std::is_const_v<T>);
+    to = reinterpret_cast<T*>(place);
+  }
+  // Ascending token lists; on a device null stands for the first `count` tokens, and every third call says so.
+  template <class Field>
+  void tokens(Field field, int64_t count) {
+    const int32_t* list = field(chunk);
+    if (device_ && list != nullptr && count > 0 && list[0] == 0 && list[count - 1] == count - 1 && lists_++ % 3 == 0) {
+      field(chunk) = nullptr;
+    } else {
+      shared(field, count);
+    }
+  }
+  template <class Field>
+  void rows(Field field) {
+    auto& to = field(chunk);
+    constexpr bool kInput = std::is_same_v<std::decay_t<decltype(to)>, HeadsView>;
+    if (to.data == nullptr) return;
+    const int64_t width = dtype_bytes(to.dtype), n = static_cast<int64_t>(heads_.size());
+    const int64_t pitch = to.row_stride * width, row = to.dim * width;
+    const int64_t extent = to.tokens == 0 ? 0 : (to.tokens - 1) * pitch + row;
+    const bool side_by_side = n > 1 && to.row_stride >= n * to.dim && head_gap_ == kHeadGap;
+    const int64_t step = side_by_side ? row : round_up(extent, 16) + head_gap_ * width;
+    std::byte* place = reserve((n - 1) * step + extent, 16);
+    to.data = place;
+    to.head_stride = step / width;
+    for (const Args& head : heads_) {
+      const auto* from = static_cast<const std::byte*>(field(head).data);
+      if (!side_by_side && extent <= kCopyAtOnce) {
+        add(place, from, extent, kInput);
+      } else {
+        for (int64_t t = 0; t < to.tokens; ++t) add(place + t * pitch, from + t * pitch, row, kInput);
+      }
+      place += step;
+    }
+  }
+  // As much as a head alone brings, which may be too little, or `chunk_bytes`.
+  template <class Field>
+  void scratch(Field field, int64_t chunk_bytes) {
+    Scratch& to = field(chunk);
+    const int64_t bytes = heads_.size() == 1 ? to.bytes : chunk_bytes;
+    const auto poison = to.bytes == 0 ? std::byte{0xff} : *static_cast<const std::byte*>(to.data);
+    poisons_.emplace_back(static_cast<size_t>(bytes), poison);
+    to = {reserve(bytes, 0), bytes};
+    if (bytes > 0) scratches_.push_back({static_cast<std::byte*>(to.data), poisons_.back().data(), bytes});
+  }
+  void proxy(auto field) {
+    const Proxy& p = field(heads_[0]);
+    const auto member = [&](auto of) {
+      return [=](auto& args) -> auto& { return of(field(args)); };
+    };
+    array(member(FIELD(centroids)), p.groups * p.k.dim);
+    rows(member(FIELD(k)));
+    tokens(member(FIELD(rows)), p.count);
+    array(member(FIELD(tables)), p.groups * p.subspaces * p.codes);
+    array(member(FIELD(labels)), p.subspaces * p.count);
+  }
+
+  template <class Stage>
+  void run(const Stage& stage) {
+    upload();
+    if (runs_++ % 2 == 0) {
+      stage(chunk);
+    } else {
+      const auto again = memory_->recorded([&] { stage(chunk); });
+      again();
+      const auto first = outputs();
+      upload();
+      again();
+      EXPECT_TRUE(outputs() == first) << "a stage's second run gives other bits";
+    }
+    download();
+  }
+
+ private:
+  struct Piece {
+    std::byte* place;
+    std::byte* home;
+    int64_t bytes;
+  };
+  struct ConstPiece {
+    std::byte* place;
+    const std::byte* home;
+    int64_t bytes;
+  };
+
+  // Memory between canaries, `shift` bytes after a multiple of 64; NaN wherever nothing else is put.
+  std::byte* reserve(int64_t bytes, int64_t shift) {
+    std::byte* place = memory_->allocate(bytes + 2 * kGuard + shift) + kGuard + shift;
+    add(place - kGuard, kCanary.data(), kGuard, true);
+    add(place + bytes, kCanary.data(), kGuard, true);
+    return place;
+  }
+  void add(std::byte* place, const void* home, int64_t bytes, bool input) {
+    if (bytes == 0) return;
+    if (input) {
+      inputs_.push_back({place, static_cast<const std::byte*>(home), bytes});
+    } else {
+      outputs_.push_back({place, static_cast<std::byte*>(const_cast<void*>(home)), bytes});
+    }
+  }
+  void upload() {
+    for (const auto& piece : inputs_) memory_->copy(piece.place, piece.home, piece.bytes);
+    for (const auto& piece : outputs_) memory_->copy(piece.place, piece.home, piece.bytes);  // poison, or a warm start
+    for (const auto& piece : scratches_) memory_->copy(piece.place, piece.home, piece.bytes);
+  }
+  std::vector<std::vector<std::byte>> outputs() {
+    std::vector<std::vector<std::byte>> result;
+    for (const auto& piece : outputs_) {
+      result.emplace_back(static_cast<size_t>(piece.bytes));
+      memory_->copy(result.back().data(), piece.place, piece.bytes);
+    }
+    memory_->wait();
+    return result;
+  }
+  void download() {
+    for (const auto& piece : outputs_) memory_->copy(piece.home, piece.place, piece.bytes);
+    memory_->wait();
+    std::vector<std::byte> now;
+    for (const auto& piece : inputs_) {
+      now.resize(static_cast<size_t>(piece.bytes));
+      memory_->copy(now.data(), piece.place, piece.bytes);
+      memory_->wait();
+      const bool around = static_cast<const void*>(piece.home) == kCanary.data();
+      EXPECT_EQ(std::memcmp(now.data(), piece.home, now.size()), 0)
+          << (around ? "memory around an array of a chunk was written" : "an input was written");
+    }
   }
 
   static inline int64_t lists_ = 0, runs_ = 0;
-  cudaStream_t stream_;
+  std::span<const Args> heads_;
   int64_t head_gap_;
-  std::vector<void*> memory_;
+  bool device_;
+  std::unique_ptr<Memory> memory_;
   std::vector<ConstPiece> inputs_, scratches_;
   std::vector<Piece> outputs_;
+  std::vector<std::vector<std::byte>> poisons_;
 };
+
+template <class Args>
+bool in_place(const Exec& exec, std::span<const Args> heads) {
+  return exec.device == nullptr && heads.size() == 1;
+}
+
+// The sizes of a chunk of heads like this one.
+template <class Args>
+Sizes chunk_sizes(std::span<const Args> heads) {
+  Sizes sizes = sizes_of(heads[0]);
+  sizes.heads = static_cast<int64_t>(heads.size());
+  return sizes;
+}
 
 }  // namespace
 
+#ifdef SCOPE_TEST_CUDA
 std::vector<DeviceMachine> device_machines() {
-  static const std::vector<cuda::Device> devices = cuda::devices();
-  if (devices.empty()) return {};
-  Exec exec;
-  exec.device = &devices[0];
-  std::vector<Exec> execs;
-  for (int i = 0; i < 2; ++i) {
+  if (!backend().present()) return {};
+  static ThreadPool pool(1);
+  static const scope::Machine opened = backend().open({.backend = "cuda"}, pool);
+  std::vector<Exec> execs(2, opened.exec);
+  for (Exec& exec : execs) {
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
     exec.stream = stream;
-    execs.push_back(exec);
   }
   cudaMemPool_t memory = nullptr;  // keep what was freed, or every case pays for mapping it again
   uint64_t threshold = uint64_t{4} << 30;
   check(cudaDeviceGetDefaultMemPool(&memory, 0), "memory pool");
   check(cudaMemPoolSetAttribute(memory, cudaMemPoolAttrReleaseThreshold, &threshold), "memory pool");
-  std::vector<DeviceMachine> machines = {{"portable", execs}};
-  if (devices[0].major == 9) {
-    for (Exec& with_wgmma : execs) with_wgmma.wgmma = true;
-    machines.push_back({"wgmma", execs});
+  std::vector<DeviceMachine> machines;
+  for (const char* kernels : {"portable", "wgmma"}) {
+    try {
+      for (Exec& exec : execs) backend().configure(exec, kernels);
+      machines.push_back({kernels, execs});
+    } catch (const Error& error) {
+      require(error.status() == Status::unsupported, error.status(), "{}", error.what());
+    }
   }
   return machines;
 }
-
 #else
+std::vector<DeviceMachine> device_machines() { return {}; }
+#endif
+
+Sizes sizes_of(const GroupArgs& args) {
+  return {.heads = args.heads, .q_tokens = args.count, .dim = args.q.dim, .groups = args.groups};
+}
+Sizes sizes_of(const EncodeArgs& args) {
+  return {.heads = args.heads, .k_tokens = args.count, .dim = args.k.dim, .codes = args.codes};
+}
+Sizes sizes_of(const CoclusterArgs& args) {
+  Sizes sizes = sizes_of(args.keys);
+  sizes.q_tokens = args.queries.count;
+  sizes.groups = args.queries.groups;
+  return sizes;
+}
 
 namespace {
 
-// A build without CUDA has no device to run on.
-struct Mirror {
-  Mirror(const Exec&, int64_t) {}
-  template <class... T>
-  void array(T&&...) {}
-  template <class... T>
-  void shared(T&&...) {}
-  template <class... T>
-  void tokens(T&&...) {}
-  template <class... T>
-  void rows(T&&...) {}
-  template <class... T>
-  void scratch(T&&...) {}
-  template <class... T>
-  void run(T&&...) {}
-};
+Sizes sizes_of(const Proxy& proxy, int64_t heads) {
+  return {.heads = heads, .k_tokens = proxy.count, .dim = proxy.k.dim, .groups = proxy.groups, .codes = proxy.codes};
+}
 
 }  // namespace
 
-std::vector<DeviceMachine> device_machines() { return {}; }
-
-#endif
+Sizes sizes_of(const CompensateArgs& args) { return sizes_of(args.proxy, args.heads); }
+Sizes sizes_of(const WeighArgs& args) {
+  Sizes sizes = sizes_of(args.proxy, args.heads);
+  sizes.whole_codes = row(args.rule).whole_codes;
+  return sizes;
+}
+Sizes sizes_of(const TailArgs& args) {
+  Sizes sizes = sizes_of(args.proxy, args.heads);
+  sizes.whole_codes = row(args.tail).per_code;
+  sizes.extra = row(args.tail).per_code ? args.proxy.codes : args.proxy.groups;
+  return sizes;
+}
+Sizes sizes_of(const AttendArgs& args) {
+  return {.heads = args.heads,
+          .q_tokens = args.q.tokens,
+          .k_tokens = args.k.tokens,
+          .dim = args.q.dim,
+          .groups = args.groups,
+          .extra = args.extra.count};
+}
 
 namespace {
 
-// A pointer member as Mirror wants it.
-#define FIELD(path) \
-  [](auto& head) -> auto& { return head.path; }
-
-template <class Args>
-std::vector<Args> copied(std::span<const Args> heads) {
-  return {heads.begin(), heads.end()};
+// The fields of group and encode, of which cocluster takes both.
+template <class Args, class Field>
+void mirror_group(Mirror<Args>& mirror, std::span<const Args> in, Field field) {
+  const GroupArgs& args = field(in[0]);
+  const auto member = [=](auto of) {
+    return [=](auto& each) -> auto& { return of(field(each)); };
+  };
+  field(mirror.chunk).heads = static_cast<int64_t>(in.size());
+  mirror.rows(member(FIELD(q)));
+  mirror.tokens(member(FIELD(rows)), args.count);
+  mirror.array(member(FIELD(centroids)), args.groups * args.q.dim);
+  mirror.array(member(FIELD(labels)), args.q.tokens);
+  mirror.array(member(FIELD(sizes)), args.groups);
+  mirror.array(member(FIELD(order)), args.count);
+  mirror.array(member(FIELD(offsets)), args.groups + 1);
+  mirror.array(member(FIELD(similarity)), args.groups);
+  mirror.shared(member(FIELD(status)), 1);
 }
 
-void mirror_proxy(Mirror& mirror, std::vector<SelectArgs>& heads) {
-  const Proxy proxy = heads[0].proxy;
-  mirror.array(heads, FIELD(proxy.centroids), proxy.groups * proxy.k.dim);
-  mirror.rows(heads, FIELD(proxy.k));
-  mirror.tokens(heads, FIELD(proxy.rows), proxy.count);
-  mirror.array(heads, FIELD(proxy.tables), proxy.groups * proxy.subspaces * proxy.codes);
-  mirror.array(heads, FIELD(proxy.labels), proxy.subspaces * proxy.count);
+template <class Args, class Field>
+void mirror_encode(Mirror<Args>& mirror, std::span<const Args> in, Field field) {
+  const EncodeArgs& args = field(in[0]);
+  const auto subspaces = static_cast<int64_t>(args.partition->size());
+  const auto member = [=](auto of) {
+    return [=](auto& each) -> auto& { return of(field(each)); };
+  };
+  field(mirror.chunk).heads = static_cast<int64_t>(in.size());
+  mirror.rows(member(FIELD(k)));
+  mirror.tokens(member(FIELD(rows)), args.count);
+  mirror.array(member(FIELD(codebooks)), args.codes * args.k.dim);
+  mirror.array(member(FIELD(labels)), subspaces * args.count);
+  mirror.array(member(FIELD(empty)), subspaces);
+  mirror.array(member(FIELD(similarity)), args.codes);
+  mirror.shared(member(FIELD(status)), 1);
 }
 
 }  // namespace
 
 void run_group(const Exec& exec, std::span<const GroupArgs> in, int64_t head_gap) {
-  if (exec.device == nullptr) return cpu_backend()->group(exec, in);
-  Mirror mirror(exec, head_gap);
-  auto heads = copied(in);
-  mirror.rows(heads, FIELD(q));
-  mirror.tokens(heads, FIELD(rows), in[0].count);
-  mirror.array(heads, FIELD(centroids), in[0].groups * in[0].q.dim);
-  mirror.array(heads, FIELD(labels), in[0].q.tokens);
-  mirror.array(heads, FIELD(sizes), in[0].groups);
-  mirror.array(heads, FIELD(order), in[0].count);
-  mirror.array(heads, FIELD(offsets), in[0].groups + 1);
-  mirror.array(heads, FIELD(similarity), in[0].groups);
-  mirror.shared(heads, FIELD(status), 1);
-  mirror.scratch(heads);
-  mirror.run([&] { cuda_backend()->group(exec, heads); });
+  if (in_place(exec, in)) return backend().group(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
+  mirror_group(
+      mirror, in, [](auto& args) -> auto& { return args; });
+  mirror.scratch(FIELD(scratch), backend().group_scratch(exec, chunk_sizes(in)));
+  mirror.run([&](const GroupArgs& chunk) { backend().group(exec, chunk); });
 }
 
 void run_encode(const Exec& exec, std::span<const EncodeArgs> in, int64_t head_gap) {
-  if (exec.device == nullptr) return cpu_backend()->encode(exec, in);
-  Mirror mirror(exec, head_gap);
-  auto heads = copied(in);
-  const auto subspaces = static_cast<int64_t>(in[0].partition->size());
-  mirror.rows(heads, FIELD(k));
-  mirror.tokens(heads, FIELD(rows), in[0].count);
-  mirror.array(heads, FIELD(codebooks), in[0].codes * in[0].k.dim);
-  mirror.array(heads, FIELD(labels), subspaces * in[0].count);
-  mirror.array(heads, FIELD(empty), subspaces);
-  mirror.array(heads, FIELD(similarity), in[0].codes);
-  mirror.shared(heads, FIELD(status), 1);
-  mirror.scratch(heads);
-  mirror.run([&] { cuda_backend()->encode(exec, heads); });
+  if (in_place(exec, in)) return backend().encode(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
+  mirror_encode(
+      mirror, in, [](auto& args) -> auto& { return args; });
+  mirror.scratch(FIELD(scratch), backend().encode_scratch(exec, chunk_sizes(in)));
+  mirror.run([&](const EncodeArgs& chunk) { backend().encode(exec, chunk); });
 }
 
-void run_score(const Exec& exec, std::span<const ScoreArgs> in) {
-  if (exec.device == nullptr) return cpu_backend()->score(exec, in);
-  Mirror mirror(exec, 0);
-  auto heads = copied(in);
-  mirror.array(heads, FIELD(centroids), in[0].groups * in[0].dim);
-  mirror.array(heads, FIELD(codebooks), in[0].codes * in[0].dim);
-  mirror.array(heads, FIELD(tables), in[0].groups * static_cast<int64_t>(in[0].partition->size()) * in[0].codes);
-  mirror.run([&] { cuda_backend()->score(exec, heads); });
+void run_cocluster(const Exec& exec, std::span<const CoclusterArgs> in, int64_t head_gap) {
+  if (in_place(exec, in)) return backend().cocluster(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
+  mirror_group(mirror, in, FIELD(queries));
+  mirror_encode(mirror, in, FIELD(keys));
+  mirror.scratch(FIELD(queries.scratch), backend().cocluster_scratch(exec, chunk_sizes(in)));
+  mirror.run([&](const CoclusterArgs& chunk) { backend().cocluster(exec, chunk); });
+}
+
+void run_score(const Exec& exec, std::span<const ScoreArgs> in, int64_t head_gap) {
+  if (in_place(exec, in)) return backend().score(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
+  mirror.chunk.heads = static_cast<int64_t>(in.size());
+  mirror.array(FIELD(centroids), in[0].groups * in[0].dim);
+  mirror.array(FIELD(codebooks), in[0].codes * in[0].dim);
+  mirror.array(FIELD(tables), in[0].groups * static_cast<int64_t>(in[0].partition->size()) * in[0].codes);
+  mirror.run([&](const ScoreArgs& chunk) { backend().score(exec, chunk); });
 }
 
 void run_score_rows(const Exec& exec, const Proxy& proxy, int64_t first, int64_t n, float* out, int64_t stride,
                     float* buffer) {
-  if (exec.device == nullptr) return cpu::score_rows(exec, proxy, first, n, out, stride, buffer);
+  if (exec.device == nullptr) return cpu::score_rows(exec, proxy, 0, first, n, out, stride, buffer);
+#ifdef SCOPE_TEST_CUDA
   struct Rows {
+    Proxy proxy;
     float* out;
   };
-  Mirror mirror(exec, kHeadGap);
-  std::vector<SelectArgs> heads(1);
-  heads[0].proxy = proxy;
-  mirror_proxy(mirror, heads);
-  std::vector<Rows> rows = {{out}};
-  mirror.array(rows, FIELD(out), n * stride);
-  mirror.run([&] { cuda::score_rows(exec, heads[0].proxy, first, n, rows[0].out, stride); });
+  const Rows rows{proxy, out};
+  Mirror mirror(exec, std::span(&rows, 1));
+  mirror.proxy(FIELD(proxy));
+  mirror.shared(FIELD(out), n * stride);
+  mirror.run([&](const Rows& chunk) { cuda::score_rows(exec, chunk.proxy, first, n, chunk.out, stride); });
+#endif
 }
 
-void run_select(const Exec& exec, std::span<const SelectArgs> in, int64_t head_gap) {
-  if (exec.device == nullptr) return cpu_backend()->select(exec, in);
-  Mirror mirror(exec, head_gap);
-  auto heads = copied(in);
-  const int64_t groups = in[0].proxy.groups, dim = in[0].proxy.k.dim;
-  mirror_proxy(mirror, heads);
-  mirror.array(heads, FIELD(sizes), groups);
-  mirror.array(heads, FIELD(q_similarity), groups);
-  mirror.array(heads, FIELD(k_similarity), in[0].proxy.codes);
-  mirror.array(heads, FIELD(counts), groups);
-  mirror.array(heads, FIELD(top_p), groups);
-  mirror.array(heads, FIELD(head_budget), 1);
-  mirror.array(heads, FIELD(rho_used), 1);
-  mirror.array(heads, FIELD(alpha_used), 1);
-  mirror.array(heads, FIELD(mask), groups * mask_words(in[0].proxy.k.tokens));
-  std::vector<TailArgs> tails;
-  if (in[0].tail != nullptr) {
-    for (const SelectArgs& head : in) tails.push_back(*head.tail);
-    mirror.rows(tails, FIELD(v));
-    mirror.array(tails, FIELD(k), groups * dim);
-    mirror.array(tails, FIELD(value), groups * dim);
-    mirror.array(tails, FIELD(bias), groups);
-    for (size_t h = 0; h < heads.size(); ++h) heads[h].tail = &tails[h];
-  }
-  mirror.scratch(heads);
-  mirror.run([&] { cuda_backend()->select(exec, heads); });
+void run_compensate(const Exec& exec, std::span<const CompensateArgs> in, int64_t head_gap) {
+  if (in_place(exec, in)) return backend().compensate(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
+  const Proxy& proxy = in[0].proxy;
+  mirror.chunk.heads = static_cast<int64_t>(in.size());
+  mirror.proxy(FIELD(proxy));
+  mirror.rows(FIELD(v));
+  mirror.array(FIELD(value), proxy.codes * in[0].v.dim);
+  mirror.array(FIELD(bias), proxy.codes);
+  mirror.array(FIELD(errors), proxy.groups * proxy.codes);
+  mirror.scratch(FIELD(scratch), backend().compensate_scratch(exec, chunk_sizes(in)));
+  mirror.run([&](const CompensateArgs& chunk) { backend().compensate(exec, chunk); });
+}
+
+void run_select(const Exec& exec, std::span<const KeepArgs> in, int64_t head_gap) {
+  const auto select = [&](const KeepArgs& chunk) {
+    backend().weigh(exec, chunk.weighed);
+    backend().keep(exec, chunk);
+  };
+  if (in_place(exec, in)) return select(in[0]);
+  Mirror mirror(exec, in, head_gap);
+  const Proxy& proxy = in[0].weighed.proxy;
+  Sizes sizes = sizes_of(in[0].weighed);
+  sizes.heads = mirror.chunk.weighed.heads = static_cast<int64_t>(in.size());
+  std::vector<double> alpha;
+  for (const KeepArgs& head : in) alpha.push_back(*head.weighed.alpha);
+  mirror.chunk.weighed.alpha = alpha.data();
+  mirror.proxy(FIELD(weighed.proxy));
+  mirror.array(FIELD(weighed.sizes), proxy.groups);
+  mirror.array(FIELD(weighed.q_similarity), proxy.groups);
+  mirror.array(FIELD(weighed.k_similarity), proxy.codes);
+  mirror.array(FIELD(weighed.errors), proxy.groups * proxy.codes);
+  mirror.array(FIELD(weighed.top_p), proxy.groups);
+  mirror.array(FIELD(counts), proxy.groups);
+  mirror.array(FIELD(head_budget), 1);
+  mirror.array(FIELD(rho_used), 1);
+  mirror.array(FIELD(alpha_used), 1);
+  mirror.array(FIELD(mask), proxy.groups * mask_words(proxy.k.tokens));
+  mirror.scratch(FIELD(weighed.weights), backend().weights_bytes(exec, sizes));
+  mirror.scratch(FIELD(weighed.scratch), backend().weigh_scratch(exec, sizes));
+  mirror.run(select);
+}
+
+void run_tail(const Exec& exec, std::span<const TailArgs> in, int64_t head_gap) {
+  if (in_place(exec, in)) return backend().tail(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
+  const Proxy& proxy = in[0].proxy;
+  const int64_t keys = sizes_of(in[0]).extra;
+  mirror.chunk.heads = static_cast<int64_t>(in.size());
+  mirror.proxy(FIELD(proxy));
+  mirror.rows(FIELD(v));
+  mirror.array(FIELD(sizes), proxy.groups);
+  mirror.array(FIELD(kept), proxy.groups * mask_words(proxy.k.tokens));
+  mirror.array(FIELD(k), keys * proxy.k.dim);
+  mirror.array(FIELD(value), keys * proxy.k.dim);
+  mirror.array(FIELD(bias), keys);
+  mirror.array(FIELD(mask), in[0].rows * mask_words(keys));
+  mirror.scratch(FIELD(scratch), backend().tail_scratch(exec, chunk_sizes(in)));
+  mirror.run([&](const TailArgs& chunk) { backend().tail(exec, chunk); });
 }
 
 void run_attend(const Exec& exec, std::span<const AttendArgs> in, int64_t head_gap) {
-  if (exec.device == nullptr) return cpu_backend()->attend(exec, in);
-  Mirror mirror(exec, head_gap);
-  auto heads = copied(in);
+  if (in_place(exec, in)) return backend().attend(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
   const int64_t groups = in[0].groups, words = mask_words(in[0].k.tokens), extra = in[0].extra.count;
-  mirror.rows(heads, FIELD(q));
-  mirror.rows(heads, FIELD(k));
-  mirror.rows(heads, FIELD(v));
-  mirror.array(heads, FIELD(order), in[0].q.tokens);
-  mirror.array(heads, FIELD(offsets), groups + 1);
-  mirror.array(heads, FIELD(mask), groups * words);
-  mirror.shared(heads, FIELD(keep), words);
+  mirror.chunk.heads = static_cast<int64_t>(in.size());
+  mirror.rows(FIELD(q));
+  mirror.rows(FIELD(k));
+  mirror.rows(FIELD(v));
+  mirror.array(FIELD(order), in[0].q.tokens);
+  mirror.array(FIELD(offsets), groups + 1);
+  mirror.array(FIELD(mask), groups * words);
+  mirror.shared(FIELD(keep), words);
   if (extra > 0) {
-    mirror.array(heads, FIELD(extra.k), extra * in[0].q.dim);
-    mirror.array(heads, FIELD(extra.v), extra * in[0].q.dim);
-    mirror.array(heads, FIELD(extra.bias), extra);
-    mirror.array(heads, FIELD(extra.mask), groups * mask_words(extra));
+    mirror.array(FIELD(extra.k), extra * in[0].q.dim);
+    mirror.array(FIELD(extra.v), extra * in[0].q.dim);
+    mirror.array(FIELD(extra.bias), extra);
+    mirror.array(FIELD(extra.mask), groups * mask_words(extra));
   }
-  mirror.rows(heads, FIELD(out));
-  mirror.array(heads, FIELD(lse), in[0].q.tokens);
-  mirror.scratch(heads);
-  mirror.run([&] { cuda_backend()->attend(exec, heads); });
+  mirror.rows(FIELD(out));
+  mirror.array(FIELD(lse), in[0].q.tokens);
+  mirror.scratch(FIELD(scratch), backend().attend_scratch(exec, chunk_sizes(in)));
+  mirror.run([&](const AttendArgs& chunk) { backend().attend(exec, chunk); });
+}
+
+void run_reuse(const Exec& exec, std::span<const ReuseArgs> in, int64_t head_gap) {
+  if (in_place(exec, in)) return backend().reuse(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
+  const ReuseArgs& args = in[0];
+  mirror.chunk.heads = static_cast<int64_t>(in.size());
+  mirror.tokens(FIELD(q_rows), args.tokens.queries);
+  mirror.tokens(FIELD(k_rows), args.tokens.keys);
+  mirror.array(FIELD(state_labels), args.tokens.q_tokens);
+  mirror.array(FIELD(state_codes), args.subspaces * args.tokens.k_tokens);
+  mirror.array(FIELD(labels), args.tokens.q_tokens);
+  mirror.array(FIELD(sizes), args.groups);
+  mirror.array(FIELD(order), args.tokens.queries);
+  mirror.array(FIELD(offsets), args.groups + 1);
+  mirror.array(FIELD(code_labels), args.subspaces * args.tokens.keys);
+  mirror.array(FIELD(empty), args.subspaces);
+  mirror.scratch(FIELD(scratch), args.scratch.bytes * mirror.chunk.heads);
+  mirror.run([&](const ReuseArgs& chunk) { backend().reuse(exec, chunk); });
 }
 
 void run_describe(const Exec& exec, const DescribeArgs& args) {
-  if (exec.device == nullptr) return cpu_backend()->describe(exec, args);
-  Mirror mirror(exec, 0);
-  std::vector<DescribeArgs> one = {args};
-  mirror.array(one, FIELD(q_rows), args.tokens.q_tokens);
-  mirror.array(one, FIELD(k_rows), args.tokens.keys);
-  mirror.array(one, FIELD(valid), mask_words(args.tokens.k_tokens));
-  mirror.array(one, FIELD(kept), mask_words(args.tokens.k_tokens));
-  mirror.array(one, FIELD(offsets), 2);
-  mirror.run([&] { cuda_backend()->describe(exec, one[0]); });
+  if (exec.device == nullptr) return backend().describe(exec, args);
+  Mirror mirror(exec, std::span(&args, 1));
+  mirror.shared(FIELD(q_rows), args.tokens.q_tokens);
+  mirror.shared(FIELD(k_rows), args.tokens.keys);
+  mirror.shared(FIELD(valid), mask_words(args.tokens.k_tokens));
+  mirror.shared(FIELD(kept), mask_words(args.tokens.k_tokens));
+  mirror.shared(FIELD(queries), mask_words(args.tokens.q_tokens));
+  mirror.shared(FIELD(offsets), 2);
+  mirror.run([&](const DescribeArgs& chunk) { backend().describe(exec, chunk); });
 }
 
 void run_finish(const Exec& exec, const FinishArgs& args) {
-  if (exec.device == nullptr) return cpu_backend()->finish(exec, args);
-  Mirror mirror(exec, 0);
-  std::vector<FinishArgs> one = {args};
+  if (exec.device == nullptr) return backend().finish(exec, args);
+  Mirror mirror(exec, std::span(&args, 1));
   const int64_t words = mask_words(args.tokens.k_tokens), rows = args.heads * args.row_groups;
-  mirror.array(one, FIELD(q_rows), args.tokens.q_tokens);
-  mirror.array(one, FIELD(valid), words);
-  mirror.array(one, FIELD(labels), args.heads * args.tokens.q_tokens);
-  mirror.array(one, FIELD(sizes), rows);
-  mirror.array(one, FIELD(counts), rows);
-  mirror.array(one, FIELD(order), args.heads * args.tokens.q_tokens);
-  mirror.array(one, FIELD(offsets), rows + args.heads);
-  mirror.array(one, FIELD(mask), rows * words);
-  mirror.array(one, FIELD(empty), args.heads * args.subspaces);
-  mirror.array(one, FIELD(tail_bias), args.heads * args.tail_groups);
-  mirror.array(one, FIELD(tail_mask), rows * mask_words(args.tail_groups));
-  mirror.array(one, FIELD(report), args.heads);
-  mirror.run([&] { cuda_backend()->finish(exec, one[0]); });
+  mirror.shared(FIELD(q_rows), args.tokens.q_tokens);
+  mirror.shared(FIELD(valid), words);
+  mirror.shared(FIELD(labels), args.heads * args.tokens.q_tokens);
+  mirror.shared(FIELD(sizes), rows);
+  mirror.shared(FIELD(counts), rows);
+  mirror.shared(FIELD(order), args.heads * args.tokens.q_tokens);
+  mirror.shared(FIELD(offsets), rows + args.heads);
+  mirror.shared(FIELD(mask), rows * words);
+  mirror.shared(FIELD(empty), args.heads * args.subspaces);
+  mirror.shared(FIELD(report), args.heads);
+  mirror.run([&](const FinishArgs& chunk) { backend().finish(exec, chunk); });
 }
 
 void run_import(const Exec& exec, const ImportArgs& args) {
-  if (exec.device == nullptr) return cpu_backend()->import_selection(exec, args);
-  Mirror mirror(exec, 0);
-  std::vector<ImportArgs> one = {args};
+  if (exec.device == nullptr) return backend().import_selection(exec, args);
+  Mirror mirror(exec, std::span(&args, 1));
   const int64_t words = mask_words(args.tokens.k_tokens);
-  mirror.array(one, FIELD(labels), args.heads * args.tokens.q_tokens);
-  mirror.array(one, FIELD(selected), args.heads * args.groups * words);
-  mirror.array(one, FIELD(keep), words);
-  mirror.array(one, FIELD(order), args.heads * args.tokens.q_tokens);
-  mirror.array(one, FIELD(offsets), args.heads * (args.row_groups + 1));
-  mirror.array(one, FIELD(mask), args.heads * args.row_groups * words);
-  mirror.array(one, FIELD(kept), words);
-  mirror.run([&] { cuda_backend()->import_selection(exec, one[0]); });
+  mirror.shared(FIELD(valid_keys), words);
+  mirror.shared(FIELD(valid_queries), mask_words(args.tokens.q_tokens));
+  mirror.shared(FIELD(labels), args.heads * args.tokens.q_tokens);
+  mirror.shared(FIELD(selected), args.heads * args.groups * words);
+  mirror.shared(FIELD(keep), words);
+  mirror.shared(FIELD(order), args.heads * args.tokens.q_tokens);
+  mirror.shared(FIELD(offsets), args.heads * (args.row_groups + 1));
+  mirror.shared(FIELD(mask), args.heads * args.row_groups * words);
+  mirror.shared(FIELD(kept), words);
+  mirror.run([&](const ImportArgs& chunk) { backend().import_selection(exec, chunk); });
 }
 
 namespace {
@@ -518,47 +701,63 @@ struct Moved {
 };
 
 template <class Move>
-void run_move(const Exec& exec, Moved moved, int64_t from_bytes, int64_t rows, int64_t to_bytes, const Move& move) {
-  Mirror mirror(exec, 0);
-  std::vector<Moved> one = {moved};
-  mirror.array(one, FIELD(from), from_bytes);
-  mirror.array(one, FIELD(rows), rows);
-  mirror.array(one, FIELD(to), to_bytes);
-  mirror.run([&] { move(one[0]); });
+void run_move(const Exec& exec, const Moved& moved, int64_t from_bytes, int64_t rows, int64_t to_bytes, const Move& move) {
+  if (exec.device == nullptr) return move(moved);
+  Mirror mirror(exec, std::span(&moved, 1));
+  mirror.shared(FIELD(from), from_bytes);
+  mirror.shared(FIELD(rows), rows);
+  mirror.shared(FIELD(to), to_bytes);
+  mirror.run(move);
+}
+
+template <class T>
+const std::byte* bytes_of(const T* x) {
+  return static_cast<const std::byte*>(static_cast<const void*>(x));
+}
+template <class T>
+std::byte* bytes_of(T* x) {
+  return static_cast<std::byte*>(static_cast<void*>(x));
 }
 
 }  // namespace
 
+void run_set_slot(const Exec& exec, StateSlot* slot, StateSlot value) {
+  run_move(exec, {nullptr, nullptr, bytes_of(slot)}, 0, 0, sizeof value,
+           [&](const Moved& at) { backend().set_slot(exec, reinterpret_cast<StateSlot*>(at.to), value); });
+}
+
+void run_check_slot(const Exec& exec, const std::byte* state, int64_t bytes, const void* header, int64_t slot,
+                    StateSlot expected, uint32_t* status) {
+  run_move(exec, {state, nullptr, bytes_of(status)}, bytes, 0, sizeof *status, [&](const Moved& at) {
+    backend().check_slot(exec, at.from, header, reinterpret_cast<const StateSlot*>(at.from + slot), expected,
+                         reinterpret_cast<uint32_t*>(at.to));
+  });
+}
+
 void run_fill(const Exec& exec, uint32_t* to, int64_t step, uint32_t value, int64_t count, int64_t rows) {
-  if (exec.device == nullptr) return cpu_backend()->fill(exec, to, step, value, count, rows);
-  run_move(exec, {nullptr, nullptr, reinterpret_cast<std::byte*>(to)}, 0, 0, 4 * ((rows - 1) * step + count),
-           [&](const Moved& at) { cuda_backend()->fill(exec, at.to, step, value, count, rows); });
+  run_move(exec, {nullptr, nullptr, bytes_of(to)}, 0, 0, 4 * ((rows - 1) * step + count),
+           [&](const Moved& at) { backend().fill(exec, at.to, step, value, count, rows); });
 }
 
 void run_copy(const Exec& exec, const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step, int64_t count,
               int64_t rows) {
-  if (exec.device == nullptr) return cpu_backend()->copy(exec, from, from_step, to, to_step, count, rows);
-  run_move(exec, {reinterpret_cast<const std::byte*>(from), nullptr, reinterpret_cast<std::byte*>(to)},
-           4 * ((rows - 1) * from_step + count), 0, 4 * ((rows - 1) * to_step + count),
-           [&](const Moved& at) { cuda_backend()->copy(exec, at.from, from_step, at.to, to_step, count, rows); });
+  run_move(exec, {bytes_of(from), nullptr, bytes_of(to)}, 4 * ((rows - 1) * from_step + count), 0,
+           4 * ((rows - 1) * to_step + count),
+           [&](const Moved& at) { backend().copy(exec, at.from, from_step, at.to, to_step, count, rows); });
 }
 
 void run_convert(const Exec& exec, const void* from, DType from_type, void* to, DType to_type, int64_t count) {
-  if (exec.device == nullptr) return cpu_backend()->convert(exec, from, from_type, to, to_type, count);
   run_move(exec, {static_cast<const std::byte*>(from), nullptr, static_cast<std::byte*>(to)}, count * dtype_bytes(from_type),
            0, count * dtype_bytes(to_type),
-           [&](const Moved& at) { cuda_backend()->convert(exec, at.from, from_type, at.to, to_type, count); });
+           [&](const Moved& at) { backend().convert(exec, at.from, from_type, at.to, to_type, count); });
 }
 
 void run_scatter(const Exec& exec, const int32_t* from, int64_t from_step, const int32_t* rows, int64_t count, int32_t* to,
                  int64_t to_step, int64_t heads) {
-  if (exec.device == nullptr) {
-    return cpu_backend()->scatter(exec, from, from_step, rows, count, to, to_step, heads);
-  }
-  run_move(exec, {reinterpret_cast<const std::byte*>(from), rows, reinterpret_cast<std::byte*>(to)}, 4 * heads * from_step,
-           count, 4 * heads * to_step, [&](const Moved& at) {
-             cuda_backend()->scatter(exec, reinterpret_cast<const int32_t*>(at.from), from_step, at.rows, count,
-                                     reinterpret_cast<int32_t*>(at.to), to_step, heads);
+  run_move(exec, {bytes_of(from), rows, bytes_of(to)}, 4 * heads * from_step, count, 4 * heads * to_step,
+           [&](const Moved& at) {
+             backend().scatter(exec, reinterpret_cast<const int32_t*>(at.from), from_step, at.rows, count,
+                               reinterpret_cast<int32_t*>(at.to), to_step, heads);
            });
 }
 
@@ -581,6 +780,7 @@ void run_kmeans(const Exec& exec, const KMeansArgs& args) {
                           .sizes = args.sizes,
                           .order = args.order,
                           .offsets = args.offsets,
+                          .similarity = {},
                           .scratch = args.scratch};
     run_group(exec, {&group, 1});
     for (int64_t i = 0; i < args.count; ++i) {
@@ -612,6 +812,7 @@ void run_kmeans(const Exec& exec, const KMeansArgs& args) {
                           .codebooks = codebooks.data(),
                           .labels = labels.data(),
                           .empty = empty.data(),
+                          .similarity = {},
                           .scratch = args.scratch};
   run_encode(exec, {&encode, 1});
   std::copy_n(codebooks.begin(), used, args.centroids);
@@ -630,8 +831,12 @@ void run_kmeans(const Exec& exec, const KMeansArgs& args) {
 
 int64_t kmeans_scratch(const Exec& exec, const KMeansArgs& args) {
   if (exec.device == nullptr) return cpu::kmeans_scratch(exec, args.count, args.points.dim, args.clusters);
-  const auto scratch = args.random.tensor == 0 ? backend(exec).group_scratch : backend(exec).encode_scratch;
-  return scratch(exec, args.count, args.points.dim, args.clusters);
+  const Sizes sizes = {.q_tokens = args.count,
+                       .k_tokens = args.count,
+                       .dim = args.points.dim,
+                       .groups = args.clusters,
+                       .codes = args.clusters};
+  return args.random.tensor == 0 ? backend().group_scratch(exec, sizes) : backend().encode_scratch(exec, sizes);
 }
 
 }  // namespace scope::test

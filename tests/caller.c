@@ -19,7 +19,9 @@ int main(void) {
   scope_context* context = NULL;
   scope_method* method = NULL;
   scope_plan* plan = NULL;
-  CHECK(scope_context_create(2, NULL, &context));
+  scope_state* state = NULL;
+  scope_context_options options = {.struct_size = sizeof options, .threads = 2};
+  CHECK(scope_context_create(&options, &context));
   CHECK(scope_method_create("scope", &method));
   CHECK(scope_method_set(method, "rule", "target"));
   CHECK(scope_method_set(method, "density", "0.25"));
@@ -44,16 +46,16 @@ int main(void) {
   float* v = malloc(count * sizeof *v);
   float* out = malloc(count * sizeof *out);
   void* workspace = malloc((size_t)info.workspace_bytes);
-  void* state = malloc((size_t)info.state_bytes);
+  void* memory = malloc((size_t)info.state_bytes);
   for (size_t i = 0; i < count; ++i) {
     q[i] = (float)((i * 37 + 11) % 101) / 50.0f - 1.0f;
     k[i] = (float)((i * 53 + 29) % 103) / 50.0f - 1.0f;
     v[i] = 2.5f;
   }
-  CHECK(scope_state_init(plan, state));
+  CHECK(scope_state_create(plan, memory, &state));
 
   scope_tensor layout = {NULL, kHeads * kTokens * kDim, kTokens * kDim, kDim};
-  scope_call_stats stats;
+  scope_call_stats stats = {.struct_size = sizeof stats};
   scope_run_args args = {.struct_size = sizeof args,
                          .q = layout,
                          .k = layout,
@@ -71,12 +73,16 @@ int main(void) {
   args.out.data = out;
   for (int call = 0; call < 2; ++call) {
     CHECK(scope_run(plan, &args));
-    printf("call %d: reason %d, warm %d, density %.3f\n", call, (int)stats.reason, (int)stats.warm, stats.density);
+    printf("call %d: reason %d, warm %d, %s, density %.3f\n", call, (int)stats.reason, (int)stats.warm, stats.arithmetic,
+           stats.density);
     if (stats.warm != call || stats.density < 0.2 || stats.density > 0.3) return 3;
     for (size_t i = 0; i < count; ++i) {
       if (out[i] < 2.4999f || out[i] > 2.5001f) return 4; /* constant v gives constant output */
     }
   }
+  args.out.data = v + kDim; /* shares elements with v */
+  if (scope_run(plan, &args) != SCOPE_ERROR_INVALID_ARGUMENT || strstr(scope_last_error(), "out") == NULL) return 7;
+  args.out.data = out;
   args.workspace_bytes -= 1;
   if (scope_run(plan, &args) != SCOPE_ERROR_WORKSPACE) return 5;
 
@@ -87,7 +93,8 @@ int main(void) {
 
   scope_context_destroy(context); /* before its plan: allowed */
   scope_plan_destroy(plan);
+  scope_state_destroy(state);
   scope_method_destroy(method);
-  free(q), free(k), free(v), free(out), free(workspace), free(state);
+  free(q), free(k), free(v), free(out), free(workspace), free(memory);
   return 0;
 }

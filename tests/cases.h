@@ -21,6 +21,7 @@
 #include "core/random.h"
 #include "core/tensor.h"
 #include "cpu/kernels.h"
+#include "guarded.h"
 #include "stages/exec.h"
 
 namespace scope::test {
@@ -49,44 +50,6 @@ class Random {
   RandomStream stream_;
   uint64_t next_ = 0;
 };
-
-// `count` elements between canaries, poisoned: a stage must write all that it promises, read none of it first, and
-// touch nothing around it. Checked on destruction.
-template <class T>
-class Guarded {
- public:
-  explicit Guarded(int64_t count, uint8_t poison = 0xff, int64_t misalign = 0)
-      : bytes_(count * static_cast<int64_t>(sizeof(T))), memory_(static_cast<size_t>(bytes_ + 2 * kGuard + 64), kCanary) {
-    const auto address = reinterpret_cast<uintptr_t>(memory_.data()) + kGuard;
-    front_ = static_cast<int64_t>(round_up(static_cast<int64_t>(address), 64) - static_cast<int64_t>(address)) + kGuard +
-             misalign * static_cast<int64_t>(sizeof(T));
-    std::memset(memory_.data() + front_, poison, static_cast<size_t>(bytes_));
-  }
-  Guarded(const Guarded&) = delete;
-  Guarded& operator=(const Guarded&) = delete;
-  ~Guarded() { EXPECT_TRUE(intact()) << "bytes around a buffer were written"; }
-
-  bool intact() const {
-    const auto ok = [](uint8_t byte) { return byte == kCanary; };
-    return std::all_of(memory_.begin(), memory_.begin() + front_, ok) &&
-           std::all_of(memory_.begin() + front_ + bytes_, memory_.end(), ok);
-  }
-  T* data() { return reinterpret_cast<T*>(memory_.data() + front_); }
-  const T* data() const { return reinterpret_cast<const T*>(memory_.data() + front_); }
-  T& operator[](int64_t i) { return data()[i]; }
-  const T& operator[](int64_t i) const { return data()[i]; }
-  int64_t size() const { return bytes_ / static_cast<int64_t>(sizeof(T)); }
-  std::vector<uint8_t> bytes() const { return {memory_.begin() + front_, memory_.begin() + front_ + bytes_}; }
-
- private:
-  static constexpr uint8_t kCanary = 0xc3;
-  static constexpr int64_t kGuard = 192;  // more than one vector store, or a row of padding, past the end
-  int64_t bytes_, front_ = 0;
-  std::vector<uint8_t> memory_;
-};
-
-using GuardedScratch = Guarded<std::byte>;
-inline Scratch scratch_of(GuardedScratch& memory) { return {memory.data(), memory.size()}; }
 
 // Writes `value` as element `channel` of a row.
 inline void put(std::byte* row, DType dtype, int64_t channel, double value) {
@@ -332,8 +295,8 @@ void expect_repeatable(const Body& body) {
   }
 }
 
-// Runs the heads as one chunk, on a device also with their rows more than 2^31 elements apart, and each alone: the same
-// bits. Output(exec, problem) has the arguments of one call and the memory for its results.
+// Runs the heads as one chunk between canaries, on a device also with their rows more than 2^31 elements apart, and each
+// alone: the same bits. Output(exec, problem) has the arguments of one call and the memory for its results.
 template <class Output, class Args, class Run>
 void expect_chunk_equals_heads(const std::vector<Args>& problems, const Run& run) {
   each_machine([&](const Exec& exec) {
@@ -354,14 +317,6 @@ void expect_chunk_equals_heads(const std::vector<Args>& problems, const Run& run
       }
     }
   });
-}
-
-template <class... T>
-std::vector<uint8_t> joined_bytes(const Guarded<T>&... buffers) {
-  std::vector<uint8_t> all;
-  const auto append = [&](const std::vector<uint8_t>& part) { all.insert(all.end(), part.begin(), part.end()); };
-  (append(buffers.bytes()), ...);
-  return all;
 }
 
 }  // namespace scope::test

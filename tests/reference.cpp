@@ -28,13 +28,13 @@ Keys keys_of_group(const AttendArgs& args, int64_t group, const Matrix& k, const
     keys.v.push_back(from_v.row(j));
     keys.bias.push_back(bias);
   };
-  const uint32_t* mask = args.mask == nullptr ? nullptr : args.mask + group * mask_words(args.k.tokens);
+  const uint32_t* mask = args.mask ? args.mask[0] + group * mask_words(args.k.tokens) : nullptr;
   for (int64_t j = 0; j < args.k.tokens; ++j) {
     if (mask == nullptr || mask_bit(mask, j) || (args.keep != nullptr && mask_bit(args.keep, j))) add(k, v, j, 0.0);
   }
   for (int64_t e = 0; e < args.extra.count; ++e) {
-    if (mask_bit(args.extra.mask + group * mask_words(args.extra.count), e)) {
-      add(extra_k, extra_v, e, static_cast<double>(args.extra.bias[e]));
+    if (mask_bit(args.extra.mask[0] + group * mask_words(args.extra.count), e)) {
+      add(extra_k, extra_v, e, static_cast<double>(args.extra.bias[0][e]));
     }
   }
   return keys;
@@ -44,17 +44,17 @@ Keys keys_of_group(const AttendArgs& args, int64_t group, const Matrix& k, const
 template <class Body>
 void each_query(const AttendArgs& args, DType extra_dtype, const Body& body) {
   const int64_t dim = args.q.dim;
-  const Matrix k = gather(args.k, nullptr, args.k.tokens, nullptr, dim),
-               v = gather(args.v, nullptr, args.k.tokens, nullptr, dim);
-  Matrix extra_k(args.extra.k, args.extra.count, dim), extra_v(args.extra.v, args.extra.count, dim);
+  const Matrix k = gather(args.k[0], nullptr, args.k.tokens, nullptr, dim),
+               v = gather(args.v[0], nullptr, args.k.tokens, nullptr, dim);
+  Matrix extra_k(args.extra.k[0], args.extra.count, dim), extra_v(args.extra.v[0], args.extra.count, dim);
   for (double& x : extra_k.data) x = rounded(x, extra_dtype);
   for (double& x : extra_v.data) x = rounded(x, extra_dtype);
   for (int64_t c = 0; c < args.groups; ++c) {
-    const int64_t begin = args.offsets == nullptr ? 0 : args.offsets[c];
-    const int64_t end = args.offsets == nullptr ? args.q.tokens : args.offsets[c + 1];
+    const int64_t begin = args.offsets ? args.offsets[0][c] : 0;
+    const int64_t end = args.offsets ? args.offsets[0][c + 1] : args.q.tokens;
     if (begin == end) continue;
     const Keys keys = keys_of_group(args, c, k, v, extra_k, extra_v);
-    for (int64_t i = begin; i < end; ++i) body(args.order == nullptr ? i : args.order[i], keys);
+    for (int64_t i = begin; i < end; ++i) body(args.order ? args.order[0][i] : i, keys);
   }
 }
 
@@ -206,11 +206,11 @@ Coclusters cocluster(const Matrix& q, const Matrix& k, Matrix q_centroids, Matri
 std::vector<double> tables(const ScoreArgs& args) {
   std::vector<double> out;
   for (int64_t c = 0; c < args.groups; ++c) {
-    const float* code = args.codebooks;
+    const float *code = args.codebooks[0], *centroid = args.centroids[0] + c * args.dim;
     for (const auto& channels : *args.partition) {
       for (int64_t r = 0; r < args.codes; ++r) {
         double sum = 0;
-        for (const int32_t channel : channels) sum += static_cast<double>(args.centroids[c * args.dim + channel]) * *code++;
+        for (const int32_t channel : channels) sum += static_cast<double>(centroid[channel]) * *code++;
         out.push_back(sum * args.scale);
       }
     }
@@ -224,11 +224,11 @@ std::vector<double> score_row(const Proxy& proxy, int64_t group) {
     double sum = 0;
     if (proxy.kind == ProxyKind::codes) {
       for (int64_t m = 0; m < proxy.subspaces; ++m) {
-        sum += proxy.tables[(group * proxy.subspaces + m) * proxy.codes + proxy.labels[m * proxy.count + j]];
+        sum += proxy.tables[0][(group * proxy.subspaces + m) * proxy.codes + proxy.labels[0][m * proxy.count + j]];
       }
     } else {
       for (int64_t i = 0; i < proxy.k.dim; ++i) {
-        sum += proxy.centroids[group * proxy.k.dim + i] * element(proxy.k, proxy.rows[j], i);
+        sum += proxy.centroids[0][group * proxy.k.dim + i] * element(proxy.k[0], proxy.rows[j], i);
       }
       sum *= proxy.scale;
     }
@@ -313,17 +313,17 @@ std::vector<int64_t> svg2_clusters(const std::vector<double>& scores, const std:
 ClusterErrors cluster_errors(const Proxy& proxy, const RowsView& v, int64_t group) {
   const Matrix values = gather(v, proxy.rows, proxy.count, nullptr, v.dim);
   Matrix means(proxy.codes, v.dim);
-  update(values, std::vector<int32_t>(proxy.labels, proxy.labels + proxy.count), means);
+  update(values, std::vector<int32_t>(proxy.labels[0], proxy.labels[0] + proxy.count), means);
   Proxy exact = proxy;
   exact.kind = ProxyKind::exact;
   const std::vector<double> scores = score_row(exact, group);
-  const float* table = proxy.tables + group * proxy.codes;
+  const float* table = proxy.tables[0] + group * proxy.codes;
   ClusterErrors out{.high = *std::max_element(scores.begin(), scores.end()),
                     .error = std::vector<double>(static_cast<size_t>(proxy.codes)),
                     .terms = std::vector<double>(static_cast<size_t>(proxy.codes))};
   for (int64_t j = 0; j < proxy.codes; ++j) out.high = std::max(out.high, static_cast<double>(table[j]));
   for (int64_t t = 0; t < proxy.count; ++t) {
-    const int32_t j = proxy.labels[t];
+    const int32_t j = proxy.labels[0][t];
     const double key = std::exp(scores[static_cast<size_t>(t)] - out.high);
     const double centroid = std::exp(static_cast<double>(table[j]) - out.high);
     for (int64_t c = 0; c < v.dim; ++c) {
@@ -408,11 +408,11 @@ double self_similarity(const Matrix& rows) {
   return sum / static_cast<double>(rows.rows * rows.rows);
 }
 
-Tail tail(const Proxy& proxy, const RowsView& v, int64_t group, const std::vector<double>& scores,
-          const std::vector<int64_t>& kept) {
-  const int64_t dim = proxy.k.dim;
-  const auto width = static_cast<size_t>(dim);
-  Tail result{std::vector<double>(width), std::vector<double>(width), -kInfinity};
+VirtualKey virtual_key(const Proxy& proxy, const RowsView& v, int64_t group, const std::vector<double>& scores,
+                       const std::vector<int64_t>& kept) {
+  const auto dim = static_cast<size_t>(proxy.k.dim);
+  const std::vector<double> zeros(dim);
+  VirtualKey result{zeros, zeros, zeros, zeros, -kInfinity, -kInfinity};
   std::vector<int64_t> dropped;
   double high = -kInfinity;
   for (int64_t j = 0; j < proxy.count; ++j) {
@@ -423,16 +423,24 @@ Tail tail(const Proxy& proxy, const RowsView& v, int64_t group, const std::vecto
   if (dropped.empty()) return result;
   double total = 0;
   for (const int64_t j : dropped) total += std::exp(scores[static_cast<size_t>(j)] - high);
-  for (const int64_t j : dropped) {
-    const double p = std::exp(scores[static_cast<size_t>(j)] - high) / total;
-    for (int64_t i = 0; i < dim; ++i) {
-      result.k[static_cast<size_t>(i)] += p * element(proxy.k, proxy.rows[j], i);
-      result.value[static_cast<size_t>(i)] += p * element(v, proxy.rows[j], i);
+  const auto add = [&](const RowsView& x, std::vector<double>& mean, std::vector<double>& size) {
+    for (const int64_t j : dropped) {
+      const double p = std::exp(scores[static_cast<size_t>(j)] - high) / total;
+      for (size_t i = 0; i < dim; ++i) {
+        const double term = p * element(x, proxy.rows[j], static_cast<int64_t>(i));
+        mean[i] += term;
+        size[i] += term * term;
+      }
     }
-  }
+    for (double& square : size) square = std::sqrt(square);
+  };
+  add(proxy.k[0], result.k, result.k_size);
+  add(v, result.value, result.value_size);
   double centre = 0;
-  for (int64_t i = 0; i < dim; ++i) centre += proxy.centroids[group * dim + i] * result.k[static_cast<size_t>(i)];
-  result.bias = high + std::log(total) - proxy.scale * centre;
+  for (size_t i = 0; i < dim; ++i)
+    centre += static_cast<double>(proxy.centroids[0][static_cast<size_t>(group) * dim + i]) * result.k[i];
+  result.log_mass = high + std::log(total);
+  result.bias = result.log_mass - static_cast<double>(proxy.scale) * centre;
   return result;
 }
 
@@ -440,7 +448,7 @@ Attention attend(const AttendArgs& args) {
   const int64_t dim = args.q.dim;
   Attention result{Matrix(args.q.tokens, dim), std::vector<double>(static_cast<size_t>(args.q.tokens), -kInfinity), 0};
   each_query(args, DType::f32, [&](int64_t token, const Keys& keys) {
-    const Matrix q = gather(args.q, std::vector{static_cast<int32_t>(token)}.data(), 1, nullptr, dim);
+    const Matrix q = gather(args.q[0], std::vector{static_cast<int32_t>(token)}.data(), 1, nullptr, dim);
     const size_t n = keys.k.size();
     std::vector<double> logits(n);
     for (size_t j = 0; j < n; ++j) {
@@ -467,7 +475,7 @@ Attention naive_attend(const AttendArgs& args, DType dtype) {
   Attention result{Matrix(args.q.tokens, dim), std::vector<double>(static_cast<size_t>(args.q.tokens), -kInfinity), 0};
   const auto round = [&](float x) { return static_cast<float>(rounded(static_cast<double>(x), dtype)); };
   each_query(args, dtype, [&](int64_t token, const Keys& keys) {
-    const Matrix q = gather(args.q, std::vector{static_cast<int32_t>(token)}.data(), 1, nullptr, dim);
+    const Matrix q = gather(args.q[0], std::vector{static_cast<int32_t>(token)}.data(), 1, nullptr, dim);
     const size_t n = keys.k.size();
     std::vector<float> p(n);
     for (size_t j = 0; j < n; ++j) {

@@ -1,4 +1,5 @@
-// The specification in code: every stage in float64, plain loops, independent of the backends it judges.
+// The specification in code: every stage in float64, plain loops, independent of the backends it judges; of a chunk, the
+// first head.
 #pragma once
 
 #include <cstdint>
@@ -111,13 +112,16 @@ std::vector<int64_t> sparge_blocks(std::vector<double> scores, const std::vector
                                    SpargeForm form);
 // The mean of the Gram matrix of the rows, each scaled to length 1.
 double self_similarity(const Matrix& rows);
-struct Tail {
-  std::vector<double> k, value;  // [dim]
-  double bias = 0;               // -inf: nothing is dropped
+// What stands for the keys that a group drops: p are the shares of their mass.
+struct VirtualKey {
+  std::vector<double> k, value;            // [dim] the sum of p x
+  std::vector<double> k_size, value_size;  // [dim] sqrt(sum of p^2 x^2)
+  double log_mass = 0;                     // log(sum of e^s); -inf: nothing is dropped
+  double bias = 0;                         // log_mass less the logit of k
 };
 // `kept` holds positions, ascending.
-Tail tail(const Proxy& proxy, const RowsView& v, int64_t group, const std::vector<double>& scores,
-          const std::vector<int64_t>& kept);
+VirtualKey virtual_key(const Proxy& proxy, const RowsView& v, int64_t group, const std::vector<double>& scores,
+                       const std::vector<int64_t>& kept);
 
 // ---- attend ----
 struct Attention {

@@ -51,7 +51,7 @@ struct Grouped {
         sizes(problem.groups, poison),
         order(problem.count, poison),
         offsets(problem.groups + 1, poison),
-        scratch(backend(exec).group_scratch(exec, problem.count, problem.q.dim, problem.groups), poison),
+        scratch(backend().group_scratch(exec, sizes_of(problem)), poison),
         args(problem) {
     args.grouping = Grouping::blocks;
     args.centroids = centroids.data();
@@ -77,7 +77,7 @@ struct Encoded {
         similarity(problem.codes, poison),
         labels(static_cast<int64_t>(problem.partition->size()) * problem.count, poison),
         empty(static_cast<int64_t>(problem.partition->size()), poison),
-        scratch(backend(exec).encode_scratch(exec, problem.count, problem.k.dim, problem.codes), poison),
+        scratch(backend().encode_scratch(exec, sizes_of(problem)), poison),
         args(problem) {
     args.encoding = Encoding::blocks;
     args.codebooks = codebooks.data();
@@ -91,17 +91,24 @@ struct Encoded {
 
 GroupArgs group_of(const RowsView& q, const std::vector<int32_t>& rows, int64_t block) {
   const auto count = static_cast<int64_t>(rows.size());
-  return {.q = q, .rows = rows.data(), .count = count, .groups = ceil_div(count, block), .block = block, .scratch = {}};
+  GroupArgs args;
+  args.q = q;
+  args.rows = rows.data();
+  args.count = count;
+  args.groups = ceil_div(count, block);
+  args.block = block;
+  return args;
 }
 EncodeArgs encode_of(const RowsView& k, const std::vector<int32_t>& rows, const Partition& partition, int64_t block) {
   const auto count = static_cast<int64_t>(rows.size());
-  return {.k = k,
-          .rows = rows.data(),
-          .count = count,
-          .partition = &partition,
-          .codes = ceil_div(count, block),
-          .block = block,
-          .scratch = {}};
+  EncodeArgs args;
+  args.k = k;
+  args.rows = rows.data();
+  args.count = count;
+  args.partition = &partition;
+  args.codes = ceil_div(count, block);
+  args.block = block;
+  return args;
 }
 
 TEST(Blocks, GroupDifferential) {

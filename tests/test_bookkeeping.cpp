@@ -9,38 +9,75 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// A sample with padding, always-kept keys and densely attending queries, and the lists that describe must make of it.
+// Bits of some tokens, at random.
+std::vector<uint32_t> random_bits(Random& random, int64_t tokens, double share) {
+  std::vector<uint32_t> bits(static_cast<size_t>(mask_words(tokens)));
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (random.chance(share)) set_mask_bit(bits.data(), t);
+  }
+  return bits;
+}
+
+// A sample with padding at the end and in between, always-kept keys and densely attending queries, and the lists that
+// describe must make of it. Masks say of padding, too, that it is kept or dense.
 struct Sample {
   Tokens tokens;
-  std::vector<uint32_t> keep, dense_queries;  // bits past the valid tokens are set too
+  int64_t q_length, k_length;
+  std::vector<uint32_t> valid_q, valid_k, keep, dense_queries;  // as the host says; empty: no mask
   std::vector<int32_t> q_rows, k_rows;
-  std::vector<uint32_t> valid, kept;
+  std::vector<uint32_t> valid, kept, queries;
 
   Sample(Random& random, int64_t q_tokens, int64_t k_tokens) {
-    const double keeps = random.pick<double>({0, 0.1, 1}), denses = random.pick<double>({0, 0.1, 1});
-    tokens.q_tokens = q_tokens, tokens.k_tokens = k_tokens;
-    tokens.valid_q = random.chance(0.5) ? q_tokens : random.between(0, q_tokens);
-    tokens.valid_k = random.chance(0.5) ? k_tokens : random.between(0, k_tokens);
-    keep.resize(static_cast<size_t>(mask_words(k_tokens)));
-    valid = kept = keep;
-    dense_queries.resize(static_cast<size_t>(mask_words(q_tokens)));
-    for (int64_t j = 0; j < k_tokens; ++j) {
-      const bool keeps_it = random.chance(keeps);
-      if (keeps_it) set_mask_bit(keep.data(), j);
-      if (j >= tokens.valid_k) continue;
+    const auto mask = [&](int64_t n, std::vector<double> shares) {
+      const double share = random.pick(shares);
+      return share < 0 ? std::vector<uint32_t>() : random_bits(random, n, share);
+    };
+    keep = mask(k_tokens, {-1, -1, 0.1, 1});
+    dense_queries = mask(q_tokens, {-1, -1, 0.1, 1});
+    valid_q = mask(q_tokens, {-1, -1, -1, 0.9, 0.9, 0.5, 0.5, 0});
+    valid_k = mask(k_tokens, {-1, -1, -1, 0.9, 0.9, 0.5, 0.5, 0});
+    q_length = random.chance(0.5) ? q_tokens : random.between(0, q_tokens);
+    k_length = random.chance(0.5) ? k_tokens : random.between(0, k_tokens);
+    const auto has = [](const std::vector<uint32_t>& bits, int64_t t, bool otherwise) {
+      return bits.empty() ? otherwise : mask_bit(bits.data(), t);
+    };
+    valid.resize(static_cast<size_t>(mask_words(k_tokens)));
+    kept = valid;
+    queries.resize(static_cast<size_t>(mask_words(q_tokens)));
+    for (int64_t j = 0; j < k_length; ++j) {
+      if (!has(valid_k, j, true)) continue;
+      const bool keeps_it = has(keep, j, false);
       set_mask_bit(keeps_it ? kept.data() : valid.data(), j);
       if (!keeps_it) k_rows.push_back(static_cast<int32_t>(j));
+      ++tokens.valid_k;
     }
     std::vector<int32_t> dense, padding;
     for (int64_t i = 0; i < q_tokens; ++i) {
-      const bool is_dense = random.chance(denses);
-      if (is_dense) set_mask_bit(dense_queries.data(), i);
-      (i >= tokens.valid_q ? padding : is_dense ? dense : q_rows).push_back(static_cast<int32_t>(i));
+      const bool is_valid = i < q_length && has(valid_q, i, true);
+      if (is_valid) set_mask_bit(queries.data(), i);
+      tokens.valid_q += is_valid ? 1 : 0;
+      (!is_valid ? padding : has(dense_queries, i, false) ? dense : q_rows).push_back(static_cast<int32_t>(i));
     }
+    tokens.q_tokens = q_tokens, tokens.k_tokens = k_tokens;
     tokens.queries = static_cast<int64_t>(q_rows.size()), tokens.dense = static_cast<int64_t>(dense.size());
     tokens.keys = static_cast<int64_t>(k_rows.size()), tokens.kept = tokens.valid_k - tokens.keys;
     q_rows.insert(q_rows.end(), dense.begin(), dense.end());
     q_rows.insert(q_rows.end(), padding.begin(), padding.end());
+  }
+  TokenMasks masks() const {
+    const auto pointer = [](const std::vector<uint32_t>& bits) { return bits.empty() ? nullptr : bits.data(); };
+    return {.q_length = q_length,
+            .k_length = k_length,
+            .valid_q = pointer(valid_q),
+            .valid_k = pointer(valid_k),
+            .keep = pointer(keep),
+            .dense_queries = pointer(dense_queries)};
+  }
+  // All valid keys, whether they take part or are always kept.
+  std::vector<uint32_t> valid_keys() const {
+    std::vector<uint32_t> bits = valid;
+    for (size_t w = 0; w < bits.size(); ++w) bits[w] |= kept[w];
+    return bits;
   }
 };
 
@@ -54,19 +91,21 @@ void expect_described(const Exec& exec, const Sample& sample, uint8_t poison) {
   const Tokens& t = sample.tokens;
   Guarded<int32_t> q_rows(t.q_tokens, poison), k_rows(t.keys, poison);
   Guarded<uint32_t> valid(mask_words(t.k_tokens), poison), kept(mask_words(t.k_tokens), poison);
+  Guarded<uint32_t> queries(mask_words(t.q_tokens), poison);
   Guarded<int64_t> offsets(2, poison);
   run_describe(exec, {.tokens = t,
-                      .keep = t.kept == 0 ? nullptr : sample.keep.data(),
-                      .dense_queries = t.dense == 0 ? nullptr : sample.dense_queries.data(),
+                      .masks = sample.masks(),
                       .q_rows = q_rows.data(),
                       .k_rows = k_rows.data(),
                       .valid = valid.data(),
                       .kept = kept.data(),
+                      .queries = queries.data(),
                       .offsets = offsets.data()});
   expect_values(q_rows, sample.q_rows, "q_rows");
   expect_values(k_rows, sample.k_rows, "k_rows");
   expect_values(valid, sample.valid, "valid");
   expect_values(kept, sample.kept, "kept");
+  expect_values(queries, sample.queries, "queries");
   expect_values(offsets, {0, t.valid_q}, "offsets");
 }
 
@@ -81,7 +120,9 @@ TEST(Bookkeeping, Describe) {
 TEST(Bookkeeping, DescribeManyTokens) {
   each_machine([](const Exec& exec) {
     Random random(1);
-    for (const int64_t n : {75'600, 131'072, 300'001}) expect_described(exec, Sample(random, n, n + 33), 0xff);
+    for (const int64_t n : {75'600, 131'072, 300'001}) {
+      for (int i = 0; i < 4; ++i) expect_described(exec, Sample(random, n, n + 33), 0xff);
+    }
   });
 }
 
@@ -94,12 +135,10 @@ TEST(Bookkeeping, Finish) {
     const int64_t heads = random.between(1, 3), groups = random.between(1, std::min<int64_t>(40, t.queries));
     const int64_t all = groups + random.below(3) + (t.dense > 0 ? 1 : 0), row_groups = all + random.below(3);
     const int64_t words = mask_words(t.k_tokens), subspaces = random.between(1, 4), codes = random.chance(0.5) ? 7 : 0;
-    const int64_t tail_groups = random.chance(0.5) ? groups + random.below(40) : 0, tail_words = mask_words(tail_groups);
     Guarded<int32_t> labels(heads * t.q_tokens, at.poison), order(heads * t.q_tokens, at.poison);
     Guarded<int32_t> sizes(heads * row_groups, at.poison), counts(heads * row_groups, at.poison);
     Guarded<int64_t> offsets(heads * (row_groups + 1), at.poison), empty(heads * subspaces, at.poison);
-    Guarded<uint32_t> mask(heads * row_groups * words, at.poison), tail_mask(heads * row_groups * tail_words, at.poison);
-    Guarded<float> tail_bias(heads * tail_groups, at.poison);
+    Guarded<uint32_t> mask(heads * row_groups * words, at.poison);
     Guarded<HeadStats> report(heads, at.poison);
     for (int64_t h = 0; h < heads; ++h) {
       report[h] = {.rho = 0.5, .alpha = 0.25, .head_budget = 17 + h};
@@ -119,7 +158,6 @@ TEST(Bookkeeping, Finish) {
           mask[(h * row_groups + c) * words + w] = static_cast<uint32_t>(random.below(1 << 20));
       }
       for (int64_t m = 0; m < subspaces; ++m) empty[h * subspaces + m] = random.below(7);
-      for (int64_t c = 0; c < tail_groups; ++c) tail_bias[h * tail_groups + c] = random.chance(0.5) ? -kInf : 1.0f;
     }
     const auto labels_before = labels.bytes(), mask_before = mask.bytes(), order_before = order.bytes();
     run_finish(at.exec, {.tokens = t,
@@ -138,9 +176,6 @@ TEST(Bookkeeping, Finish) {
                          .offsets = offsets.data(),
                          .mask = mask.data(),
                          .empty = empty.data(),
-                         .tail_groups = tail_groups,
-                         .tail_bias = tail_groups == 0 ? nullptr : tail_bias.data(),
-                         .tail_mask = tail_groups == 0 ? nullptr : tail_mask.data(),
                          .report = report.data()});
     for (int64_t h = 0; h < heads; ++h) {
       SCOPED_TRACE(fmt::format("head {} of {}, {} groups of {} of {}", h, heads, groups, all, row_groups));
@@ -155,10 +190,6 @@ TEST(Bookkeeping, Finish) {
           for (int64_t w = 0; w < words; ++w) {
             ASSERT_EQ(mask[(row + c) * words + w], dense ? sample.valid[static_cast<size_t>(w)] : 0);
           }
-        }
-        for (int64_t e = 0; e < 32 * tail_words; ++e) {
-          const bool sees = e == c && c < groups && sizes[row + c] > 0 && tail_bias[h * tail_groups + c] > -kInf;
-          ASSERT_EQ(mask_bit(tail_mask.data() + (row + c) * tail_words, e), sees) << "group " << c << " virtual key " << e;
         }
         total += sizes[row + c] * (counts[row + c] + t.kept);
         if (c < groups && sizes[row + c] == 0) ++empty_groups;
@@ -227,20 +258,23 @@ TEST(Bookkeeping, ImportSelection) {
     Guarded<int64_t> offsets(heads * (row_groups + 1), at.poison);
     Guarded<uint32_t> mask(heads * row_groups * words, at.poison), kept(words, at.poison);
     const bool with_keep = random.chance(0.5);
+    const auto keep = random_bits(random, t.k_tokens, 0.2), valid_keys = sample.valid_keys();
     run_import(at.exec, {.tokens = t,
+                         .valid_keys = valid_keys.data(),
+                         .valid_queries = sample.queries.data(),
                          .heads = heads,
                          .groups = groups,
                          .row_groups = row_groups,
                          .labels = labels.data(),
                          .selected = selected.data(),
-                         .keep = with_keep ? sample.keep.data() : nullptr,
+                         .keep = with_keep ? keep.data() : nullptr,
                          .order = order.data(),
                          .offsets = offsets.data(),
                          .mask = mask.data(),
                          .kept = kept.data()});
     for (int64_t j = 0; j < 32 * words; ++j) {
-      const bool valid = j < t.valid_k;
-      ASSERT_EQ(mask_bit(kept.data(), j), valid && with_keep && mask_bit(sample.keep.data(), j)) << "key " << j;
+      const bool valid = mask_bit(valid_keys.data(), j);
+      ASSERT_EQ(mask_bit(kept.data(), j), valid && with_keep && mask_bit(keep.data(), j)) << "key " << j;
       for (int64_t i = 0; i < heads * groups; ++i) {
         ASSERT_EQ(mask_bit(mask.data() + (i / groups * row_groups + i % groups) * words, j),
                   valid && mask_bit(selected.data() + i * words, j));
@@ -252,11 +286,186 @@ TEST(Bookkeeping, ImportSelection) {
         ASSERT_EQ(offsets[h * (row_groups + 1) + c], static_cast<int64_t>(want.size()));
         for (int64_t i = 0; i < t.q_tokens; ++i) {
           const int64_t label = labels[static_cast<size_t>(h * t.q_tokens + i)];
-          const bool idle = i >= t.valid_q || label < 0 || label >= groups;
+          const bool idle = !mask_bit(sample.queries.data(), i) || label < 0 || label >= groups;
           if (c == groups ? idle : !idle && label == c) want.push_back(static_cast<int32_t>(i));
         }
       }
       ASSERT_EQ(want, std::vector<int32_t>(order.data() + h * t.q_tokens, order.data() + (h + 1) * t.q_tokens));
+    }
+  });
+}
+
+// Outputs and scratch between canaries, poisoned before the call.
+struct Reused {
+  Guarded<int32_t> labels, sizes, order, codes;
+  Guarded<int64_t> offsets, empty;
+  GuardedScratch scratch;
+  ReuseArgs args;
+
+  Reused(const Exec&, const ReuseArgs& problem, uint8_t poison = 0xff)
+      : labels(problem.tokens.q_tokens, poison),
+        sizes(problem.groups, poison),
+        order(problem.tokens.queries, poison),
+        codes(problem.subspaces * problem.tokens.keys, poison),
+        offsets(problem.groups + 1, poison),
+        empty(problem.subspaces, poison),
+        scratch(4 * problem.codes, poison),
+        args(problem) {
+    args.labels = labels.data();
+    args.sizes = sizes.data();
+    args.order = order.data();
+    args.offsets = offsets.data();
+    args.code_labels = codes.data();
+    args.empty = empty.data();
+    args.scratch = scratch_of(scratch);
+  }
+  std::vector<uint8_t> all() const { return joined_bytes(labels, sizes, order, codes, offsets, empty); }
+};
+
+// What group and encode make of one head's tokens, and a state's memory of it.
+struct Clustered {
+  Rows q, k;
+  Partition partition;
+  Guarded<float> centroids, codebooks;
+  Guarded<int32_t> labels, sizes, order, codes;
+  Guarded<int64_t> offsets, empty;
+  std::vector<int32_t> state_codes;
+  ReuseArgs args;
+
+  Clustered(Random& random, const Exec& exec, DType dtype, const Sample& sample, int64_t groups, int64_t code_count,
+            int64_t subspaces)
+      : q(random, dtype, sample.tokens.q_tokens, 16, 1),
+        k(random, dtype, sample.tokens.k_tokens, 16, 1),
+        partition(static_cast<size_t>(subspaces)),
+        centroids(groups * 16),
+        codebooks(code_count * 16),
+        labels(sample.tokens.q_tokens),
+        sizes(groups),
+        order(sample.tokens.queries),
+        codes(subspaces * sample.tokens.keys),
+        offsets(groups + 1),
+        empty(subspaces) {
+    const Tokens& t = sample.tokens;
+    if (random.chance(0.3)) {  // few distinct tokens: empty groups and codes
+      for (int64_t i = 2; i < t.q_tokens; ++i) q.copy_row(i, i % 2);
+      for (int64_t j = 2; j < t.k_tokens; ++j) k.copy_row(j, j % 2);
+    }
+    GroupArgs group;
+    group.q = q.view();
+    group.rows = sample.q_rows.data();
+    group.count = group.sample = t.queries;
+    group.groups = groups;
+    group.iterations = 2;
+    group.centroids = centroids.data();
+    group.labels = labels.data();
+    group.sizes = sizes.data();
+    group.order = order.data();
+    group.offsets = offsets.data();
+    GuardedScratch group_scratch(backend().group_scratch(exec, sizes_of(group)));
+    group.scratch = scratch_of(group_scratch);
+    run_group(exec, {&group, 1});
+    args.tokens = t;
+    args.groups = groups;
+    args.codes = code_count;
+    args.subspaces = subspaces;
+    args.q_rows = sample.q_rows.data();
+    args.k_rows = sample.k_rows.data();
+    args.state_labels = labels.data();
+    if (subspaces == 0) return;
+    for (int32_t c = 0; c < 16; ++c) partition[static_cast<size_t>(c % subspaces)].push_back(c);
+    EncodeArgs encode;
+    encode.k = k.view();
+    encode.rows = sample.k_rows.data();
+    encode.count = encode.sample = t.keys;
+    encode.partition = &partition;
+    encode.codes = code_count;
+    encode.iterations = 2;
+    encode.codebooks = codebooks.data();
+    encode.labels = codes.data();
+    encode.empty = empty.data();
+    GuardedScratch encode_scratch(backend().encode_scratch(exec, sizes_of(encode)));
+    encode.scratch = scratch_of(encode_scratch);
+    run_encode(exec, {&encode, 1});
+    state_codes.assign(static_cast<size_t>(subspaces * t.k_tokens), -1);
+    for (int64_t i = 0; i < subspaces * t.keys; ++i) {
+      const int64_t m = i / t.keys, token = sample.k_rows[static_cast<size_t>(i % t.keys)];
+      state_codes[static_cast<size_t>(m * t.k_tokens + token)] = codes[i];
+    }
+    args.state_codes = state_codes.data();
+  }
+  std::vector<uint8_t> all() const { return joined_bytes(labels, sizes, order, codes, offsets, empty); }
+};
+
+// A state's labels and codes give back what group and encode wrote, bit for bit, for a chunk of heads as for one.
+TEST(Bookkeeping, ReuseGivesWhatGroupAndEncodeGave) {
+  each_case("reuse", 400, [](Case& at) {
+    Random& random = at.random;
+    const Sample sample(random, at.tokens, random.pick(limits().sizes));
+    const Tokens& t = sample.tokens;
+    if (t.queries == 0 || t.keys == 0) return;  // such a sample runs dense
+    const int64_t groups = std::min(t.queries, random.pick<int64_t>({1, 3, 40}));
+    const bool encoded = random.chance(0.8);  // the exact proxy has no codes
+    const int64_t codes = encoded ? std::min(t.keys, random.pick<int64_t>({1, 5, 70})) : 0;
+    const int64_t subspaces = encoded ? random.between(1, 4) : 0;
+    std::vector<std::unique_ptr<Clustered>> heads;
+    std::vector<std::unique_ptr<Reused>> ours;
+    std::vector<ReuseArgs> args;
+    for (int64_t h = random.between(1, 3); h > 0; --h) {
+      heads.push_back(std::make_unique<Clustered>(random, at.exec, at.dtype, sample, groups, codes, subspaces));
+      ours.push_back(std::make_unique<Reused>(at.exec, heads.back()->args, at.poison));
+      args.push_back(ours.back()->args);
+    }
+    run_reuse(at.exec, args);
+    for (size_t h = 0; h < heads.size(); ++h) {
+      SCOPED_TRACE(fmt::format("head {} of {}", h, heads.size()));
+      expect_values(ours[h]->labels, heads[h]->labels.values(), "labels");
+      expect_values(ours[h]->sizes, heads[h]->sizes.values(), "sizes");
+      expect_values(ours[h]->order, heads[h]->order.values(), "order");
+      expect_values(ours[h]->offsets, heads[h]->offsets.values(), "offsets");
+      expect_values(ours[h]->codes, heads[h]->codes.values(), "codes");
+      expect_values(ours[h]->empty, heads[h]->empty.values(), "empty");
+    }
+  });
+}
+
+TEST(Bookkeeping, ReuseOfManyTokens) {
+  each_machine([](const Exec& exec) {
+    Random random(3);
+    Sample sample(random, 20'000, 17'001);
+    while (sample.tokens.queries < 1000 || sample.tokens.keys < 1000) sample = Sample(random, 20'000, 17'001);
+    const Clustered head(random, exec, DType::bf16, sample, 300, 333, 3);
+    Reused ours(exec, head.args);
+    run_reuse(exec, {&ours.args, 1});
+    EXPECT_TRUE(ours.all() == head.all());
+  });
+}
+
+TEST(Bookkeeping, SlotsAreSetAndChecked) {
+  each_machine([](const Exec& exec) {
+    constexpr int64_t kSlot = 64 + 16;  // the second one
+    std::vector<std::byte> header(64), state(64 + 3 * 16);
+    for (size_t i = 0; i < 64; ++i) header[i] = state[i] = static_cast<std::byte>(3 * i + 1);
+    const StateSlot value{.groups = 12, .codes = 345, .tokens = 0x123456789abcdef0};
+    Guarded<StateSlot> slot(1);
+    run_set_slot(exec, slot.data(), value);
+    EXPECT_TRUE(slot[0] == value);
+    std::memcpy(state.data() + kSlot, slot.data(), sizeof value);
+    const auto status_of = [&](const std::vector<std::byte>& start, const StateSlot& expected) {
+      Guarded<uint32_t> status(1);
+      status[0] = 4;  // what is there already stays
+      run_check_slot(exec, state.data(), static_cast<int64_t>(state.size()), start.data(), kSlot, expected, status.data());
+      return status[0];
+    };
+    EXPECT_EQ(status_of(header, value), 4u);
+    for (const StateSlot& other :
+         {StateSlot{13, 345, value.tokens}, StateSlot{12, 0, value.tokens}, StateSlot{12, 345, value.tokens + 1},
+          StateSlot{12, 345, value.tokens ^ (uint64_t{1} << 63)}}) {
+      EXPECT_EQ(status_of(header, other), 4u | kStateNotFilled);
+    }
+    for (const size_t byte : {0u, 17u, 63u}) {
+      auto other = header;
+      other[byte] ^= std::byte{1};
+      EXPECT_EQ(status_of(other, value), 4u | kStateNotFilled) << "byte " << byte;
     }
   });
 }

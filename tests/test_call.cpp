@@ -1,99 +1,280 @@
-// Whole calls: plan, state, schedule, text, padding, batches, statistics, and what is refused.
-#include <limits>
-
+// Whole calls: plan, state, schedule, text, padding, batches, statistics, and what is refused; on the tested backend.
 #include "call_support.h"
 
 namespace scope::test {
 namespace {
 
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
 TEST(Call, OutputIsAttentionOverTheSelection) {
-  const Context context(2);
-  for (const char* rule : {"fixed", "top_p", "hybrid", "online", "target"}) {
-    for (const char* proxy : {"codes", "exact"}) {
-      const Inputs in(2, 2, 130, 97, 40, 3);
-      const Plan plan(context, method("scope", {{"rule", rule}, {"proxy", proxy}, {"partition", "even:3"}}), in.shape());
-      const Result result = run(plan, in);
-      EXPECT_EQ(result.stats.reason, Reason::sparse);
-      expect_consistent(in, plan, result, {});
+  const Context context = tested_context();
+  for (const DType dtype : limits().dtypes) {
+    const Inputs in(2, 2, 330, 297, 40, 3, dtype);
+    for (const char* kernel : limits().kernels) {
+      std::vector<Settings> all;
+      for (const char* rule : {"fixed", "top_p", "hybrid", "online", "target"}) {
+        for (const char* proxy : {"codes", "exact"}) {
+          for (const char* group : {"kmeans", "raster"}) {
+            all.push_back(method("scope", {{"rule", rule}, {"proxy", proxy}, {"partition", "even:3"}, {"group", group}}));
+          }
+        }
+      }
+      for (const char* target : {"none", "0.4"}) {
+        for (const Settings& each : baselines(target)) all.push_back(each);
+      }
+      for (Settings& settings : all) {
+        SCOPED_TRACE(fmt::format("{} {} {} {}", dtype_name(dtype), kernel, settings.method->name, row(settings.rule).name));
+        set_setting(settings, "kernel", kernel);
+        const Plan plan(context, settings, in.shape());
+        const Result result = run(plan, in);
+        EXPECT_EQ(result.stats.reason, Reason::sparse);
+        EXPECT_LT(result.stats.density, 1);
+        if (settings.rule == Rule::target) {
+          EXPECT_NEAR(result.stats.density, 0.2, limits().density);
+        }
+        if (settings.rule == Rule::clusters && settings.target_density > 0) {
+          EXPECT_NEAR(result.stats.density, 0.4, 0.01);
+        }
+        ASSERT_NO_FATAL_FAILURE(expect_consistent(in, plan, result, {}));
+      }
+    }
+  }
+}
+
+void expect_equal_attention(const Result& sparse, const Result& dense) {
+  for (size_t i = 0; i < dense.out.size(); ++i) ASSERT_NEAR(sparse.out[i], dense.out[i], limits().equal_out) << i;
+  for (size_t i = 0; i < dense.lse.size(); ++i) {
+    if (sparse.lse[i] != dense.lse[i]) {  // -inf of padding
+      ASSERT_NEAR(sparse.lse[i], dense.lse[i], limits().equal_lse) << i;
     }
   }
 }
 
 TEST(Call, RhoOneEqualsDense) {
-  const Context context(2);
+  const Context context = tested_context();
   const Inputs in(1, 2, 257, 257, 64, 5);
-  const Result sparse = run(Plan(context, method("scope", {{"rho", "1"}, {"partition", "even:3"}}), in.shape()), in);
-  const Result dense = run(Plan(context, method("dense"), in.shape()), in);
-  EXPECT_EQ(dense.stats.reason, Reason::method_dense);
-  EXPECT_EQ(sparse.stats.density, 1.0);
-  for (size_t i = 0; i < dense.out.size(); ++i) ASSERT_NEAR(sparse.out[i], dense.out[i], 1e-5);
-  for (size_t i = 0; i < dense.lse.size(); ++i) ASSERT_NEAR(sparse.lse[i], dense.lse[i], 1e-5);
+  for (const char* kernel : limits().kernels) {
+    const Result sparse =
+        run(Plan(context, method("scope", {{"rho", "1"}, {"partition", "even:3"}, {"kernel", kernel}}), in.shape()), in);
+    const Result dense = run(Plan(context, method("dense", {{"kernel", kernel}}), in.shape()), in);
+    EXPECT_EQ(dense.stats.reason, Reason::method_dense);
+    EXPECT_EQ(sparse.stats.density, 1.0);
+    expect_equal_attention(sparse, dense);
+  }
+}
+
+// Padding may hold anything.
+void spoil_invalid(Inputs& in, const Extra& extra) {
+  const auto dim = static_cast<size_t>(in.dim);
+  for (int64_t row = 0; row < in.batch * in.heads * in.q_tokens; ++row) {
+    if (extra.valid_query(in, row / (in.heads * in.q_tokens), row % in.q_tokens)) continue;
+    std::fill_n(in.q.begin() + row * in.dim, dim, kNan);
+  }
+  for (int64_t row = 0; row < in.batch * in.heads * in.k_tokens; ++row) {
+    if (extra.valid_key(in, row / (in.heads * in.k_tokens), row % in.k_tokens)) continue;
+    std::fill_n(in.k.begin() + row * in.dim, dim, kNan);
+    std::fill_n(in.v.begin() + row * in.dim, dim, kNan);
+  }
+}
+
+// Methods with every way to leave keys out, and dense.
+std::vector<Settings> every_kind() {
+  std::vector<Settings> all = baselines();
+  for (const char* tail : {"none", "first_order"}) {
+    for (const char* name : {"scope", "scope-exact", "dense"}) {
+      all.push_back(method(name, {{"partition", "even:2"}, {"rule", "fixed"}, {"density", "0.2"}, {"tail", tail}}));
+    }
+  }
+  return all;
 }
 
 // Text anywhere in the sequence, padding at the end, per-sample lengths: [text 3][video][text 5][padding].
 TEST(Call, TextAndPadding) {
-  const Context context(2);
-  const int64_t tokens = 150;
+  const Context context = tested_context();
+  const int64_t tokens = 350;
   Inputs in(2, 2, tokens, tokens, 40, 9);
   Extra extra;
-  extra.q_lengths = extra.k_lengths = {150, 121};
+  extra.q_lengths = extra.k_lengths = {350, 321};
   extra.keep.resize(2 * static_cast<size_t>(mask_words(tokens)));
   for (int64_t b = 0; b < 2; ++b) {
     for (const int64_t j : {0, 1, 2, 80, 81, 82, 83, 84}) set_mask_bit(extra.keep.data() + b * mask_words(tokens), j);
-    set_mask_bit(extra.keep.data() + b * mask_words(tokens), 149);  // text that is padding in sample 1
+    set_mask_bit(extra.keep.data() + b * mask_words(tokens), 349);  // text that is padding in sample 1
   }
   extra.dense_queries = extra.keep;
-  // Padding may hold anything.
-  for (int64_t h = 0; h < 2; ++h) {
-    for (int64_t i = 121; i < 150; ++i) {
-      const size_t at = static_cast<size_t>(((2 + h) * tokens + i) * 40);
-      for (size_t c = 0; c < 40; ++c) in.q[at + c] = in.k[at + c] = in.v[at + c] = std::numeric_limits<float>::quiet_NaN();
-    }
-  }
-  Shape shape = in.shape();
-  shape.dense_queries = true;
-  for (const char* tail : {"none", "first_order"}) {
-    const Plan plan(
-        context, method("scope", {{"partition", "even:2"}, {"rule", "fixed"}, {"density", "0.2"}, {"tail", tail}}), shape);
+  spoil_invalid(in, extra);
+  for (const Settings& settings : every_kind()) {
+    SCOPED_TRACE(settings.method->name);
+    const Plan plan(context, settings, in.shape(true));
     const Result result = run(plan, in, extra);
     const int64_t groups = plan.selection_groups, words = mask_words(tokens);
-    EXPECT_EQ(groups, plan.groups + 1);
+    EXPECT_EQ(groups, settings.dense ? 0 : plan.groups + 1);
     for (int64_t b = 0; b < 2; ++b) {
       const int64_t valid = extra.k_lengths[static_cast<size_t>(b)];
       const int64_t text = b == 0 ? 9 : 8;
-      EXPECT_EQ(result.heads[static_cast<size_t>(2 * b)].queries, valid - text);
-      EXPECT_EQ(result.heads[static_cast<size_t>(2 * b)].keys, valid - text);
       for (int64_t h = 0; h < 2; ++h) {
         const int64_t head = 2 * b + h;
+        expect_rows(in, result, b, h, 81, exact_row(in, b, h, 81, [&](int64_t j) { return j < valid; }));
+        if (settings.dense) continue;
+        EXPECT_EQ(result.heads[static_cast<size_t>(head)].queries, valid - text);
+        EXPECT_EQ(result.heads[static_cast<size_t>(head)].keys, valid - text);
         EXPECT_EQ(result.sizes[static_cast<size_t>(head * groups + groups - 1)], text);
         EXPECT_EQ(result.counts[static_cast<size_t>(head * groups + groups - 1)], valid - text);
         for (const int64_t j : {0, 82}) {  // always-kept keys are 0 in every mask row
           for (int64_t c = 0; c < groups; ++c) EXPECT_FALSE(mask_bit(result.mask.data() + (head * groups + c) * words, j));
         }
-        expect_rows(in, result, b, h, 81, exact_row(in, b, h, 81, [&](int64_t j) { return j < valid; }));
-        for (int64_t i = valid; i < tokens; ++i) {
-          expect_rows(in, result, b, h, i, std::vector<double>(40, 0.0));
-          EXPECT_EQ(result.lse[static_cast<size_t>(head * tokens + i)], -std::numeric_limits<float>::infinity());
-        }
       }
     }
-    if (std::string(tail) == "none") expect_consistent(in, plan, result, extra);
+    ASSERT_NO_FATAL_FAILURE(expect_invalid(in, result, extra));
+    if (!settings.dense && settings.tail == Tail::none) {
+      ASSERT_NO_FATAL_FAILURE(expect_consistent(in, plan, result, extra));
+    }
+  }
+}
+
+// [text | padding | video], another hole in the video, and which of them queries and keys have.
+struct Holes {
+  static constexpr int64_t kTokens = 300, kText = 20;
+  Inputs in{2, 2, kTokens, kTokens, 40, 19};
+  Extra extra;
+
+  Holes(bool queries, bool keys, bool lengths) {
+    const auto words = static_cast<size_t>(mask_words(kTokens));
+    std::vector<uint32_t> valid(2 * words), text(2 * words);
+    for (int64_t b = 0; b < 2; ++b) {
+      for (int64_t i = 0; i < kTokens; ++i) {
+        const bool hole = (i >= kText - 2 && i < 77 - 9 * b) || (i >= 200 && i < 232 + 40 * b);
+        if (!hole) set_mask_bit(valid.data() + b * mask_words(kTokens), i);
+        if (i < kText) set_mask_bit(text.data() + b * mask_words(kTokens), i);  // the last two are in the hole
+      }
+    }
+    if (queries) extra.valid_queries = valid;
+    if (keys) extra.valid_keys = valid;
+    if (lengths) extra.q_lengths = extra.k_lengths = {289, 300};
+    extra.keep = extra.dense_queries = text;
+    spoil_invalid(in, extra);
+  }
+};
+
+TEST(Call, HolesAmongTheTokens) {
+  const Context context = tested_context();
+  for (const auto& [queries, keys, lengths] : {std::array{true, true, false}, std::array{true, true, true},
+                                               std::array{true, false, false}, std::array{false, true, true}}) {
+    const Holes holes(queries, keys, lengths);
+    const Inputs& in = holes.in;
+    for (const Settings& settings : every_kind()) {
+      SCOPED_TRACE(fmt::format("{}: queries {}, keys {}, lengths {}", settings.method->name, queries, keys, lengths));
+      const Plan plan(context, settings, in.shape(true));
+      const Result result = run(plan, in, holes.extra);
+      ASSERT_NO_FATAL_FAILURE(expect_invalid(in, result, holes.extra));
+      for (const float x : result.out) ASSERT_TRUE(std::isfinite(x));
+      for (int64_t b = 0; b < 2; ++b) {
+        int64_t video_q = 0, video_k = 0;
+        for (int64_t i = 0; i < Holes::kTokens; ++i) {
+          video_q += i >= Holes::kText && holes.extra.valid_query(in, b, i);
+          video_k += i >= Holes::kText && holes.extra.valid_key(in, b, i);
+          // A dense method, and a text query under any, see every valid key.
+          if (!holes.extra.valid_query(in, b, i) || (!settings.dense && i >= Holes::kText)) continue;
+          const auto sees = [&](int64_t j) { return holes.extra.valid_key(in, b, j); };
+          ASSERT_NO_FATAL_FAILURE(expect_rows(in, result, b, 1, i, exact_row(in, b, 1, i, sees)));
+        }
+        if (settings.dense) continue;
+        EXPECT_EQ(result.heads[static_cast<size_t>(2 * b)].queries, video_q);
+        EXPECT_EQ(result.heads[static_cast<size_t>(2 * b)].keys, video_k);
+      }
+      if (!settings.dense && settings.tail == Tail::none) {
+        ASSERT_NO_FATAL_FAILURE(expect_consistent(in, plan, result, holes.extra));
+      }
+    }
+    const Result sparse =
+        run(Plan(context, method("scope", {{"rho", "1"}, {"partition", "even:3"}}), in.shape(true)), in, holes.extra);
+    const Result dense = run(Plan(context, method("dense"), in.shape(true)), in, holes.extra);
+    EXPECT_EQ(sparse.stats.density, 1.0);
+    expect_equal_attention(sparse, dense);
+  }
+}
+
+TEST(Call, AHoleAtTheEndIsALength) {
+  const Context context = tested_context();
+  const int64_t tokens = 300, words = mask_words(tokens);
+  Extra lengths;
+  lengths.q_lengths = {300, 211};
+  lengths.k_lengths = {257, 190};
+  lengths.keep.assign(static_cast<size_t>(2 * words), 0x10);
+  Extra bits = lengths;
+  bits.q_lengths = bits.k_lengths = {};
+  bits.valid_queries.resize(static_cast<size_t>(2 * words));
+  bits.valid_keys.resize(static_cast<size_t>(2 * words));
+  Inputs in(2, 2, tokens, tokens, 40, 23);
+  for (int64_t b = 0; b < 2; ++b) {
+    for (int64_t i = 0; i < tokens; ++i) {
+      if (lengths.valid_query(in, b, i)) set_mask_bit(bits.valid_queries.data() + b * words, i);
+      if (lengths.valid_key(in, b, i)) set_mask_bit(bits.valid_keys.data() + b * words, i);
+    }
+  }
+  spoil_invalid(in, lengths);
+  for (const Settings& settings : every_kind()) {
+    const Plan plan(context, settings, in.shape());
+    EXPECT_TRUE(same_bits(run(plan, in, lengths), run(plan, in, bits))) << settings.method->name;
+  }
+}
+
+TEST(Call, ScaleOfTheLogits) {
+  const Context context = tested_context();
+  const Inputs in(1, 2, 200, 230, 40, 29);
+  const float usual = 1 / std::sqrt(40.0f);
+  for (const char* name : {"scope", "scope-exact", "dense"}) {
+    SCOPED_TRACE(name);
+    const Plan plan(context, method(name, {{"rho", "1"}, {"partition", "even:2"}}), in.shape());
+    EXPECT_TRUE(same_bits(run(plan, in, {.scale = usual}), run(plan, in)));
+    for (const float scale : {0.5f * usual, 3 * usual}) {
+      const Result result = run(plan, in, {.scale = scale});
+      for (int64_t i = 0; i < in.q_tokens; ++i) {
+        ASSERT_NO_FATAL_FAILURE(expect_rows(in, result, 0, 1, i,
+                                            exact_row(
+                                                in, 0, 1, i, [](int64_t) { return true; }, static_cast<double>(scale))));
+      }
+    }
+  }
+  // It sharpens what keys are chosen by, too.
+  for (const char* name : {"scope", "scope-exact", "svg2", "sparge-cdf"}) {
+    SCOPED_TRACE(name);
+    const Settings settings = method(name, {{"rho", "0.8"},
+                                            {"alpha", "0"},
+                                            {"partition", "even:1"},
+                                            {"codes", "60"},
+                                            {"q_block", "16"},
+                                            {"k_block", "8"},
+                                            {"similarity", "-1"}});
+    const Plan plan(context, settings, in.shape());
+    double last = 1;
+    for (const float scale : {0.2f * usual, usual, 2 * usual}) {
+      const Extra extra{.scale = scale};
+      const Result result = run(plan, in, extra);
+      ASSERT_NO_FATAL_FAILURE(expect_consistent(in, plan, result, extra));
+      EXPECT_LT(result.stats.density, last);
+      last = result.stats.density;
+    }
+  }
+  const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
+  for (const float wrong : {-1.0f, kNan, std::numeric_limits<float>::infinity()}) {
+    EXPECT_EQ(status_of([&] { run(plan, in, {.scale = wrong}); }), Status::invalid_argument);
   }
 }
 
 TEST(Call, ASampleAloneEqualsItselfInABatch) {
-  const Context context(2);
-  const Inputs both(2, 2, 140, 140, 64, 21);
+  const Context context = tested_context();
+  const Inputs both(2, 2, 340, 340, 64, 21);
+  std::vector<Settings> all = baselines("0.3");
   for (const char* name : {"scope", "scope-exact"}) {
-    const Settings settings = method(name, {{"partition", "even:4"}, {"tail", "first_order"}});
+    all.push_back(method(name, {{"partition", "even:4"}, {"tail", "first_order"}}));
+  }
+  for (const Settings& settings : all) {
     const Result batch = run(Plan(context, settings, both.shape()), both);
     for (int64_t b = 0; b < 2; ++b) {
-      Inputs one = both;
-      one.batch = 1;
-      const int64_t n = 2 * 140 * 64;
-      for (auto* x : {&one.q, &one.k, &one.v}) *x = std::vector<float>(x->begin() + b * n, x->begin() + (b + 1) * n);
+      const Inputs one = both.sample(b);
       const Result alone = run(Plan(context, settings, one.shape()), one);
-      EXPECT_EQ(std::memcmp(alone.out.data(), batch.out.data() + b * n, static_cast<size_t>(n) * 4), 0);
+      EXPECT_TRUE(std::equal(alone.out.begin(), alone.out.end(), batch.out.begin() + b * std::ssize(alone.out)));
+      EXPECT_TRUE(std::equal(alone.mask.begin(), alone.mask.end(), batch.mask.begin() + b * std::ssize(alone.mask)));
     }
   }
 }
@@ -103,7 +284,7 @@ TEST(Call, BitwiseTheSameForAnyThreadCountAndRepeat) {
   const Settings settings = method("scope", {{"partition", "even:3"}, {"rule", "target"}, {"tail", "first_order"}});
   std::vector<float> first;
   for (const int threads : {1, 2, 3, 7}) {
-    const Context context(threads);
+    const Context context = tested_context(threads);
     const Plan plan(context, settings, in.shape());
     for (int i = 0; i < 25; ++i) {
       const Result result = run(plan, in);
@@ -114,69 +295,48 @@ TEST(Call, BitwiseTheSameForAnyThreadCountAndRepeat) {
 }
 
 TEST(Call, BothLayoutsAndUnalignedStridesAgree) {
-  const Context context(2);
-  const Inputs in(2, 3, 70, 90, 40, 41);
-  const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
-  const Result expected = run(plan, in);
-  // [batch, tokens, heads, dim + 3] memory, NaN between rows.
-  const int64_t wide = in.dim + 3;
-  const auto spread = [&](const std::vector<float>& x, int64_t tokens) {
-    std::vector<float> out(static_cast<size_t>(in.batch * tokens * in.heads * wide),
-                           std::numeric_limits<float>::quiet_NaN());
-    for (int64_t b = 0; b < in.batch; ++b)
-      for (int64_t h = 0; h < in.heads; ++h)
-        for (int64_t t = 0; t < tokens; ++t)
-          for (int64_t c = 0; c < in.dim; ++c)
-            out[static_cast<size_t>(((b * tokens + t) * in.heads + h) * wide + c)] =
-                x[static_cast<size_t>(((b * in.heads + h) * tokens + t) * in.dim + c)];
-    return out;
-  };
-  const auto q = spread(in.q, in.q_tokens), k = spread(in.k, in.k_tokens), v = spread(in.v, in.k_tokens);
-  std::vector<float> out(q.size(), 7.0f);
-  std::vector<std::byte> workspace(static_cast<size_t>(plan.workspace_bytes));
-  CallArgs args;
-  const auto view = [&](const std::vector<float>& x, int64_t tokens) {
-    return TensorView{x.data(), DType::f32,     in.batch, in.heads, tokens, in.dim, tokens * in.heads * wide,
-                      wide,     in.heads * wide};
-  };
-  args.q = view(q, in.q_tokens);
-  args.k = view(k, in.k_tokens);
-  args.v = view(v, in.k_tokens);
-  args.out = {out.data(), DType::f32,     in.batch, in.heads, in.q_tokens, in.dim, in.q_tokens * in.heads * wide,
-              wide,       in.heads * wide};
-  args.workspace = workspace.data();
-  args.workspace_bytes = plan.workspace_bytes;
-  call(plan, args);
-  const auto expected_spread = spread(expected.out, in.q_tokens);
-  for (size_t i = 0; i < out.size(); ++i) {
-    if (std::isnan(expected_spread[i])) {
-      ASSERT_EQ(out[i], 7.0f) << "wrote between rows";
-    } else {
-      ASSERT_EQ(out[i], expected_spread[i]);
+  const Context context = tested_context();
+  const int64_t row_bytes = backend().can.row_bytes;
+  for (const DType dtype : limits().dtypes) {
+    const Inputs in(2, 3, 270, 290, 40, 41, dtype);
+    const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
+    const Result expected = run(plan, in);
+    for (const bool token_major : {true, false}) {
+      for (const int64_t padding : {int64_t{0}, row_bytes == 0 ? 3 : row_bytes / dtype_bytes(dtype)}) {
+        EXPECT_TRUE(same_bits(run(plan, in, {}, {token_major, padding}), expected)) << token_major << " " << padding;
+      }
     }
   }
 }
 
 TEST(State, WarmCallsContinueFromIt) {
-  const Context context(2);
+  const Context context = tested_context();
   const Inputs in(2, 2, 200, 200, 64, 51);
   for (const char* dtype : {"f32", "bf16"}) {
     const Settings settings = method("scope", {{"partition", "even:3"}, {"state_dtype", dtype}});
     const Plan plan(context, settings, in.shape());
-    std::vector<std::max_align_t> state(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1);
-    init_state(plan, state.data());
+    OwnState own(plan);
     Extra extra;
-    extra.state = state.data();
+    extra.state = &own.state;
     const Result cold = run(plan, in, extra);
     EXPECT_FALSE(cold.stats.warm);
     EXPECT_EQ(cold.stats.iterations, 4);
-    const auto saved = state;
+    const auto saved = own.save();
     const Result warm = run(plan, in, extra);
     EXPECT_TRUE(warm.stats.warm);
     EXPECT_EQ(warm.stats.iterations, 2);
-    state = saved;  // saving a state is copying it
+    own.state.load(nullptr, saved);
     const Result again = run(plan, in, extra);
-    EXPECT_EQ(warm.out, again.out);
+    EXPECT_TRUE(same_bits(warm, again));
+    OwnState copy(plan);
+    const auto empty = copy.save();
+    copy.state.load(nullptr, saved);
+    EXPECT_TRUE(copy.state.filled());
+    extra.state = &copy.state;
+    EXPECT_TRUE(same_bits(warm, run(plan, in, extra)));
+    copy.state.load(nullptr, empty);
+    EXPECT_FALSE(copy.state.filled());
+    EXPECT_TRUE(same_bits(cold, run(plan, in, extra)));
     if (std::string(dtype) == "f32") {  // 4 + 2 iterations are 6
       Settings six = settings;
       six.first_iterations = 6;
@@ -184,84 +344,118 @@ TEST(State, WarmCallsContinueFromIt) {
       Settings four = settings;
       four.first_sample = 1;
       const Plan plan_four(context, four, in.shape());
-      init_state(plan_four, state.data());
+      OwnState other(plan_four);
+      extra.state = &other.state;
       run(plan_four, in, extra);
       EXPECT_EQ(run(plan_four, in, extra).out, run(Plan(context, six, in.shape()), in).out);
     }
   }
 }
 
-// FIRST forgets the state, WARM insists on it, and a sample that was never filled is refused before anything is written.
-TEST(State, StartSaysWhetherToForget) {
-  const Context context(1);
+// A fresh state starts cold, one that forgot does too, and a sample that was never filled is filled by the next call.
+TEST(State, RemembersWhetherItIsFilled) {
+  const Context context = tested_context(1);
   const Inputs in(2, 2, 200, 200, 64, 57);
   const Plan plan(context, method("scope", {{"partition", "even:3"}}), in.shape());
-  std::vector<std::max_align_t> state(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1);
-  init_state(plan, state.data());
+  OwnState own(plan);
   Extra extra;
-  extra.state = state.data();
-  extra.start = Start::warm;
-  EXPECT_EQ(status_of([&] { run(plan, in, extra); }), Status::invalid_argument);
-  extra.start = Start::first;
+  extra.state = &own.state;
+  EXPECT_FALSE(own.state.filled());
   extra.q_lengths = extra.k_lengths = {200, 0};  // sample 1 has nothing to cluster, so its slot stays empty
   const Result first = run(plan, in, extra);
-  EXPECT_EQ(run(plan, in, extra).out, first.out);
-  extra.start = Start::warm;
-  EXPECT_TRUE(run(plan, in, extra).stats.warm);
+  EXPECT_FALSE(first.stats.warm);
+  EXPECT_FALSE(own.state.filled());
+  EXPECT_TRUE(run(plan, in, extra).stats.warm);  // of the samples that have anything to cluster, all
+  own.state.set_filled(false);
+  const Result again = run(plan, in, extra);
+  EXPECT_FALSE(again.stats.warm);
+  EXPECT_EQ(again.out, first.out);
   extra.q_lengths = extra.k_lengths = {};
-  const auto before = state;
-  EXPECT_EQ(status_of([&] { run(plan, in, extra); }), Status::invalid_argument);
-  EXPECT_EQ(std::memcmp(before.data(), state.data(), static_cast<size_t>(plan.state_bytes)), 0);
+  EXPECT_FALSE(run(plan, in, extra).stats.warm);
+  EXPECT_TRUE(own.state.filled());
+  EXPECT_TRUE(run(plan, in, extra).stats.warm);
 }
 
 // A short sample's state holds its own groups and codes, and nothing of the workspace.
 TEST(State, HoldsNothingButCentroids) {
-  const Context context(1);
+  const Context context = tested_context(1);
   const Inputs in(1, 2, 400, 400, 64, 58);
   const Plan plan(context, method("scope", {{"partition", "even:3"}, {"groups", "300"}, {"codes", "300"}}), in.shape());
-  std::vector<float> state(static_cast<size_t>(plan.state_bytes) / 4, 7.0f);  // malloc aligns to 16
-  init_state(plan, state.data());
+  OwnState own(plan);
+  const std::vector<float> sevens(static_cast<size_t>(plan.state_bytes - StateLayout(plan).centroids) / 4, 7.0f);
+  const StateView view(plan, own.state.memory(), 0);
+  plan.backend->write(plan.exec, sevens.data(), view.centroids, std::ssize(sevens) * 4);
   Extra extra;
-  extra.state = state.data();
+  extra.state = &own.state;
   extra.q_lengths = extra.k_lengths = {120};
   run(plan, in, extra);
-  const StateView view(plan, state.data(), 0);
-  for (int64_t i = 120 * 64; i < 300 * 64; ++i) {
-    ASSERT_EQ(static_cast<const float*>(view.centroids)[i], 7.0f) << i;
-    ASSERT_EQ(static_cast<const float*>(view.codebooks)[i], 7.0f) << i;
+  std::vector<float> centroids(300 * 64), codebooks(300 * 64);
+  plan.backend->read(plan.exec, view.centroids, centroids.data(), std::ssize(centroids) * 4);
+  plan.backend->read(plan.exec, view.codebooks, codebooks.data(), std::ssize(codebooks) * 4);
+  for (size_t i = 120 * 64; i < 300 * 64; ++i) {
+    ASSERT_EQ(centroids[i], 7.0f) << i;
+    ASSERT_EQ(codebooks[i], 7.0f) << i;
   }
 }
 
-TEST(State, RefusesForeignAndUninitialisedMemory) {
-  const Context context(1);
+TEST(State, RefusesOtherPlansAndBrokenBytes) {
+  const Context context = tested_context(1);
   const Inputs in(1, 1, 64, 64, 40, 1);
   const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
   const Plan other(context, method("scope", {{"partition", "even:4"}}), in.shape());
-  std::vector<std::max_align_t> state(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1);
+  const Plan dense(context, method("dense"), in.shape());
+  OwnState own(plan), foreign(other);
   Extra extra;
-  extra.state = state.data();
-  EXPECT_EQ(status_of([&] { run(plan, in, extra); }), Status::invalid_argument);
-  init_state(other, state.data());
+  extra.state = &foreign.state;
   EXPECT_EQ(status_of([&] { run(plan, in, extra); }), Status::shape);
-  EXPECT_EQ(status_of([&] { run(Plan(context, method("dense"), in.shape()), in, extra); }), Status::invalid_argument);
+  EXPECT_EQ(status_of([&] { run(dense, in, extra); }), Status::invalid_argument);
+  EXPECT_EQ(status_of([&] { State(plan, nullptr); }), Status::invalid_argument);
+  EXPECT_EQ(status_of([&] { State(plan, static_cast<std::byte*>(own.state.memory()) + 8); }), Status::alignment);
+  EXPECT_EQ(status_of([&] { State(dense, own.state.memory()); }), Status::invalid_argument);
+  extra.state = &own.state;
+  run(plan, in, extra);
+  const std::vector<std::byte> saved = own.save();
+  const Result warm = run(plan, in, extra);
+  own.state.load(nullptr, saved);
+  const auto refused = [&](std::vector<std::byte> bytes, int64_t at = 0, std::vector<std::byte> with = {}) {
+    std::copy(with.begin(), with.end(), bytes.begin() + at);
+    const Status status = status_of([&] { own.state.load(nullptr, bytes); });
+    EXPECT_TRUE(own.state.filled());
+    EXPECT_EQ(own.save(), saved);  // as it was
+    return status;
+  };
+  const std::vector<std::byte> ones(4, std::byte{0x7f});
+  EXPECT_EQ(refused(foreign.save()), Status::shape);
+  EXPECT_EQ(refused({}), Status::format);
+  EXPECT_EQ(refused({saved.begin(), saved.begin() + 63}), Status::format);
+  EXPECT_EQ(refused({saved.begin(), saved.end() - 1}), Status::format);
+  EXPECT_EQ(refused(saved, 0, ones), Status::invalid_argument);                              // no state
+  EXPECT_EQ(refused(saved, 8, ones), Status::invalid_argument);                              // of another version
+  EXPECT_EQ(refused(saved, StateLayout(plan).slots, ones), Status::format);                  // more groups than there are
+  EXPECT_EQ(refused(saved, StateLayout(plan).slots, {4, std::byte{0xff}}), Status::format);  // -1
+  EXPECT_EQ(run(plan, in, extra).out, warm.out);
 }
 
 TEST(Call, ScheduleRunsDenseAndCanWarmUp) {
-  const Context context(2);
+  const Context context = tested_context();
   const Inputs in(1, 2, 100, 100, 40, 61);
   const Settings settings = method("scope", {{"partition", "even:2"}, {"warm_prefix", "yes"}});
   const Plan plan(context, settings, in.shape());
-  std::vector<std::max_align_t> state(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1);
-  init_state(plan, state.data());
+  OwnState own(plan);
   Extra extra;
-  extra.state = state.data();
+  extra.state = &own.state;
   extra.place = {1, 0, 10};
   const Result dense = run(plan, in, extra);
   EXPECT_EQ(dense.stats.reason, Reason::dense_step);
   EXPECT_EQ(dense.out, run(Plan(context, method("dense"), in.shape()), in).out);
   EXPECT_EQ(dense.labels[0], -1);
+  EXPECT_EQ(dense.stats.iterations, 4);
+  EXPECT_EQ(dense.stats.density, 1.0);
   extra.place = {1, 2, 10};
-  EXPECT_TRUE(run(plan, in, extra).stats.warm);  // the prefix clustered
+  const Result sparse = run(plan, in, extra);
+  EXPECT_EQ(sparse.stats.reason, Reason::sparse);
+  EXPECT_TRUE(sparse.stats.warm);  // the prefix clustered
+  EXPECT_LT(sparse.stats.density, 1.0);
   extra.place = {0, 2, 10};
   const Result layer = run(plan, in, extra);
   EXPECT_EQ(layer.stats.reason, Reason::dense_layer);
@@ -269,76 +463,214 @@ TEST(Call, ScheduleRunsDenseAndCanWarmUp) {
 }
 
 TEST(Call, EmptyAndTinySequences) {
-  const Context context(2);
-  for (const int64_t nq : {0, 1, 2, 7}) {
-    for (const int64_t nk : {0, 1, 2, 7}) {
+  const Context context = tested_context();
+  for (const int64_t nq : {0, 1, 2, 7, 33}) {
+    for (const int64_t nk : {0, 1, 2, 7, 33}) {
       const Inputs in(1, 2, nq, nk, 8, 71);
-      for (const char* name : {"scope", "scope-exact", "dense"}) {
-        const Plan plan(context, method(name, {{"partition", "even:2"}}), in.shape());
+      std::vector<Settings> all = baselines();
+      for (const char* name : {"scope", "scope-exact", "dense"}) all.push_back(method(name, {{"partition", "even:2"}}));
+      for (const Settings& settings : all) {
+        const Plan plan(context, settings, in.shape());
         const Result result = run(plan, in);
         for (const float x : result.out) {
           ASSERT_TRUE(std::isfinite(x));
           ASSERT_TRUE(nk > 0 || x == 0.0f);
+        }
+        for (int64_t i = 0; i < nq; ++i) {
+          const auto sees = [&](int64_t j) {
+            if (result.stats.reason != Reason::sparse) return true;
+            return mask_bit(result.mask.data() + result.labels[static_cast<size_t>(i)] * mask_words(nk), j);
+          };
+          ASSERT_NO_FATAL_FAILURE(expect_rows(in, result, 0, 0, i, exact_row(in, 0, 0, i, sees)));
         }
       }
     }
   }
 }
 
+// What a call found lies in its report, whatever the workspace is used for afterwards.
+TEST(Call, ReportsAreReadLater) {
+  const Context context = tested_context();
+  for (const Settings& settings : {method("scope", {{"partition", "even:2"}}), method("sparge"), method("dense")}) {
+    SCOPED_TRACE(settings.method->name);
+    const Inputs first(2, 2, 150, 170, 40, 73), second(2, 2, 150, 170, 40, 74);
+    const Plan plan(context, settings, first.shape());
+    Lent<std::byte> reports(*plan.backend, plan.exec, 2 * round_up(plan.report_bytes, 16));
+    PreparedCall prepared(plan, first);
+    std::vector<Result> expected;
+    for (const Inputs* in : {&first, &second}) {
+      expected.push_back(run(plan, *in));
+      prepared.upload(*in);
+      prepared.args.report = reports.data() + (in == &first ? 0 : round_up(plan.report_bytes, 16));
+      EXPECT_TRUE(same_bits(prepared.run(), expected.back()));
+    }
+    const std::vector<std::byte> bytes = reports.values();
+    for (size_t i = 0; i < 2; ++i) {
+      // A copy on the host may lie anywhere.
+      std::vector<std::byte> copy(static_cast<size_t>(plan.report_bytes) + 1);
+      std::copy_n(bytes.begin() + static_cast<int64_t>(i) * round_up(plan.report_bytes, 16), plan.report_bytes,
+                  copy.begin() + 1);
+      CallStats stats;
+      std::vector<HeadStats> heads(4);
+      read_report(plan, copy.data() + 1, &stats, heads.data());
+      EXPECT_EQ(stats.density, expected[i].stats.density);
+      EXPECT_EQ(stats.total_density, expected[i].stats.total_density);
+      EXPECT_EQ(std::memcmp(heads.data(), expected[i].heads.data(), heads.size() * sizeof heads[0]), 0);
+    }
+    if (!settings.dense && row(settings.group).iterates) {
+      EXPECT_NE(expected[0].stats.density, expected[1].stats.density);
+    }
+    prepared.args.report = reports.data() + 8;
+    EXPECT_EQ(status_of([&] { prepared.run(); }), Status::alignment);
+  }
+}
+
 TEST(Call, RefusesBadArgumentsAndWritesNothing) {
-  const Context context(1);
+  const Context context = tested_context(1);
   const Inputs in(1, 2, 50, 60, 40, 81);
   const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
-  std::vector<float> out(in.q.size(), 3.0f), q = in.q, k = in.k;
-  std::vector<std::byte> workspace(static_cast<size_t>(plan.workspace_bytes));
-  const auto attempt = [&](const std::function<void(CallArgs&)>& change) {
-    CallArgs args;
-    args.q = {q.data(), DType::f32, 1, 2, 50, 40, 4000, 2000, 40};
-    args.k = {k.data(), DType::f32, 1, 2, 60, 40, 4800, 2400, 40};
-    args.v = {in.v.data(), DType::f32, 1, 2, 60, 40, 4800, 2400, 40};
-    args.out = {out.data(), DType::f32, 1, 2, 50, 40, 4000, 2000, 40};
-    args.workspace = workspace.data();
-    args.workspace_bytes = plan.workspace_bytes;
-    change(args);
-    const Status status = status_of([&] { call(plan, args); });
-    EXPECT_TRUE(std::all_of(out.begin(), out.end(), [](float x) { return x == 3.0f; })) << "outputs were touched";
+  const auto attempt = [&](const std::function<void(CallArgs&)>& change, const Inputs* other = nullptr) {
+    PreparedCall prepared(plan, other == nullptr ? in : *other);
+    const auto before = prepared.bytes();
+    change(prepared.args);
+    const Status status = status_of([&] { call(plan, prepared.args); });
+    EXPECT_TRUE(prepared.bytes() == before) << "something was written";
     return status;
   };
   const int64_t long_length[] = {61};
   const uint32_t bits[] = {1, 0};
   EXPECT_EQ(attempt([](CallArgs& a) { a.q.data = nullptr; }), Status::invalid_argument);
-  EXPECT_EQ(attempt([](CallArgs& a) { a.q.dtype = DType::bf16; }), Status::dtype);
+  EXPECT_EQ(attempt([](CallArgs& a) { a.q.dtype = a.q.dtype == DType::bf16 ? DType::f16 : DType::bf16; }), Status::dtype);
   EXPECT_EQ(attempt([](CallArgs& a) { a.k.tokens = 59; }), Status::shape);
   EXPECT_EQ(attempt([](CallArgs& a) { a.v.dim = 41; }), Status::shape);
   EXPECT_EQ(attempt([](CallArgs& a) { a.q.token_stride = -40; }), Status::shape);
   EXPECT_EQ(attempt([](CallArgs& a) { a.q.head_stride = int64_t{1} << 62; }), Status::size_limit);
   EXPECT_EQ(attempt([](CallArgs& a) { a.out.token_stride = 39; }), Status::shape);
   EXPECT_EQ(attempt([](CallArgs& a) { a.out.head_stride = 0; }), Status::shape);
-  EXPECT_EQ(attempt([&](CallArgs& a) { a.out.data = k.data(); }), Status::invalid_argument);
   EXPECT_EQ(attempt([](CallArgs& a) { a.q.data = static_cast<const char*>(a.q.data) + 1; }), Status::alignment);
   EXPECT_EQ(attempt([&](CallArgs& a) { a.k_lengths = long_length; }), Status::shape);
   EXPECT_EQ(attempt([&](CallArgs& a) { a.dense_queries = bits; }), Status::invalid_argument);
   EXPECT_EQ(attempt([](CallArgs& a) { --a.workspace_bytes; }), Status::workspace);
   EXPECT_EQ(attempt([](CallArgs& a) { a.workspace = nullptr; }), Status::invalid_argument);
   EXPECT_EQ(attempt([](CallArgs& a) { a.place = {1, 5, 5}; }), Status::invalid_argument);
-  q[1234] = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_EQ(attempt([](CallArgs&) {}), Status::non_finite);
-  q = in.q;
-  q[1234] = 2e18f;  // finite, but its products may not be
-  EXPECT_EQ(attempt([](CallArgs&) {}), Status::non_finite);
-  q = in.q;
-  EXPECT_EQ(attempt([&](CallArgs& a) { a.out = {q.data(), DType::f32, 1, 2, 50, 40, 4000, 40, 80}; }),
-            Status::invalid_argument);
   EXPECT_EQ(attempt([](CallArgs& a) { a.place = {1, 5, int64_t{1} << 62}; }), Status::invalid_argument);
-  k[777] = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(attempt([](CallArgs&) {}), Status::non_finite);
+  if (!backend().can.host) return;           // a device finds out when it has read them
+  for (const float wrong : {kNan, 2e18f}) {  // the second is finite, but its products may not be
+    Inputs spoiled = in;
+    spoiled.q[1234] = wrong;
+    EXPECT_EQ(attempt([](CallArgs&) {}, &spoiled), Status::non_finite);
+  }
+  Inputs spoiled = in;
+  spoiled.k[777] = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(attempt([](CallArgs&) {}, &spoiled), Status::non_finite);
+}
+
+// out may be q itself and nothing else that a call reads or writes.
+TEST(Call, OutOverlapsNothingButQ) {
+  const Context context = tested_context();
+  for (const char* name : {"scope", "dense"}) {
+    SCOPED_TRACE(name);
+    const Inputs in(2, 2, 96, 96, 40, 83);
+    const Plan plan(context, method(name, {{"partition", "even:2"}}), in.shape());
+    std::unique_ptr<OwnState> own;
+    if (plan.state_bytes > 0) own = std::make_unique<OwnState>(plan);
+    const Extra extra{.state = own == nullptr ? nullptr : &own->state};
+    const auto refused = [&](const std::function<void(CallArgs&)>& change) {
+      PreparedCall prepared(plan, in, extra);
+      const auto before = prepared.bytes(), workspace = prepared.workspace();
+      change(prepared.args);
+      const Status status = status_of([&] { call(plan, prepared.args); });
+      EXPECT_TRUE(prepared.bytes() == before && prepared.workspace() == workspace) << "something was written";
+      return status == Status::invalid_argument;
+    };
+    const int64_t row_bytes = in.dim * dtype_bytes(in.dtype);
+    const auto at = [](const void* data, int64_t bytes) {
+      return const_cast<std::byte*>(static_cast<const std::byte*>(data) + bytes);
+    };
+    EXPECT_TRUE(refused([&](CallArgs& a) {  // q, token by token
+      a.out.data = at(a.q.data, 0);
+      a.out.head_stride = in.dim;
+      a.out.token_stride = 2 * in.dim;
+    }));
+    for (const int64_t shift : {int64_t{0}, row_bytes, -row_bytes, 95 * row_bytes, (4 * 96 - 1) * row_bytes}) {
+      SCOPED_TRACE(shift);
+      EXPECT_TRUE(refused([&](CallArgs& a) { a.out.data = at(a.k.data, shift); }));
+      EXPECT_TRUE(refused([&](CallArgs& a) { a.out.data = at(a.v.data, shift); }));
+      if (shift != 0) {
+        EXPECT_TRUE(refused([&](CallArgs& a) { a.out.data = at(a.q.data, shift); }));
+      }
+    }
+    EXPECT_TRUE(refused([&](CallArgs& a) { a.out.data = at(a.workspace, 64); }));
+    EXPECT_TRUE(refused([&](CallArgs& a) { a.workspace = at(a.out.data, row_bytes * 8); }));
+    EXPECT_TRUE(refused([&](CallArgs& a) { a.lse = reinterpret_cast<float*>(at(a.out.data, row_bytes)); }));
+    EXPECT_TRUE(refused([&](CallArgs& a) { a.report = at(a.out.data, 64); }));
+    if (own != nullptr) {
+      EXPECT_TRUE(refused([&](CallArgs& a) { a.out.data = at(own->state.memory(), 64); }));
+      own->state.set_filled(false);
+    }
+    const Result expected = run(plan, in);
+    PreparedCall in_place(plan, in);
+    in_place.args.out.data = at(in_place.args.q.data, 0);
+    in_place.run();
+    EXPECT_EQ(in_place.fetch_q(), expected.out);
+  }
+}
+
+// q, k, v and out as columns of one buffer, [batch, tokens, 4, heads, dim] and [batch, heads, tokens, 4, dim].
+TEST(Call, FusedBuffersShareNoElement) {
+  const Context context = tested_context();
+  const int64_t tokens = 130, heads = 2, dim = 40;
+  const Inputs in(2, heads, tokens, tokens, dim, 87);
+  const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
+  const Result expected = run(plan, in);
+  const int64_t bytes = dtype_bytes(in.dtype);
+  for (const bool token_major : {true, false}) {
+    const int64_t token = token_major ? 4 * heads * dim : 4 * dim, head = token_major ? dim : tokens * 4 * dim;
+    const int64_t batch = tokens * 4 * heads * dim, column = token_major ? heads * dim : dim;
+    std::vector<std::byte> image(static_cast<size_t>(2 * batch * bytes), std::byte{0xff});
+    const auto each = [&](int64_t which, const auto& body) {
+      for (int64_t i = 0; i < 2 * heads * tokens * dim; ++i) {
+        const int64_t b = i / (heads * tokens * dim), h = i / (tokens * dim) % heads, t = i / dim % tokens;
+        body(static_cast<size_t>(i), (b * batch + h * head + t * token + which * column + i % dim) * bytes);
+      }
+    };
+    const std::vector<float>* const inputs[] = {&in.q, &in.k, &in.v};
+    for (int64_t which = 0; which < 3; ++which) {
+      each(which,
+           [&](size_t i, int64_t at) { put(image.data() + at, in.dtype, 0, static_cast<double>((*inputs[which])[i])); });
+    }
+    Lent<std::byte> fused(*plan.backend, plan.exec, std::ssize(image));
+    fused.write(image);
+    PreparedCall prepared(plan, in);
+    const auto place = [&](auto& view, int64_t which) {
+      view.data = fused.data() + which * column * bytes;
+      view.batch_stride = batch;
+      view.head_stride = head;
+      view.token_stride = token;
+    };
+    place(prepared.args.q, 0);
+    place(prepared.args.k, 1);
+    place(prepared.args.v, 2);
+    place(prepared.args.out, 3);
+    prepared.run();
+    const std::vector<std::byte> after = fused.values();
+    each(3, [&](size_t i, int64_t at) {
+      const RowsView one{after.data() + at, in.dtype, 1, 1, 1};
+      ASSERT_EQ(static_cast<float>(reference::element(one, 0, 0)), expected.out[i]) << i;
+      std::copy_n(after.begin() + at, bytes, image.begin() + at);
+    });
+    EXPECT_TRUE(image == after) << "q, k or v was written";
+    // The same with out one column early is on v.
+    place(prepared.args.out, 2);
+    EXPECT_EQ(status_of([&] { call(plan, prepared.args); }), Status::invalid_argument);
+    EXPECT_TRUE(fused.values() == after);
+  }
 }
 
 TEST(Plan, RefusesBadShapes) {
-  const Context context(1);
+  const Context context = tested_context(1);
   const auto attempt = [&](const std::function<void(Shape&)>& change) {
-    Shape shape{
-        .batch = 1, .heads = 2, .q_tokens = 10, .k_tokens = 10, .dim = 8, .dtype = DType::f32, .rope = {}, .subspaces = {}};
+    Shape shape = Inputs(1, 2, 10, 10, 8, 1).shape();
     change(shape);
     return status_of([&] { Plan(context, method("scope", {{"partition", "even:2"}}), shape); });
   };
@@ -357,7 +689,7 @@ TEST(Plan, RefusesBadShapes) {
 }
 
 // Beyond inputs and output, one head at Wan's 720p size stays under 85 MB.
-TEST(Plan, WorkspaceAtWanSizeIsSmall) {
+TEST(PlanOnCpu, WorkspaceAtWanSizeIsSmall) {
   const Shape shape{.batch = 1,
                     .heads = 1,
                     .q_tokens = 75600,
@@ -377,7 +709,7 @@ TEST(Plan, WorkspaceAtWanSizeIsSmall) {
 
 // A sample with nothing to select from attends densely, says so, and its selection means what its output shows.
 TEST(Call, SamplesWithNothingToSelect) {
-  const Context context(2);
+  const Context context = tested_context();
   const Inputs in(3, 2, 60, 60, 40, 95);
   Extra extra;
   extra.q_lengths = {60, 60, 0};
@@ -396,14 +728,13 @@ TEST(Call, SamplesWithNothingToSelect) {
 }
 
 // A call that fails midway must not leave centroids behind that later calls would trust.
-TEST(State, AFailedCallStartsColdNextTime) {
-  const Context context(1);
+TEST(StateOnCpu, AFailedCallStartsColdNextTime) {
+  const Context context = tested_context(1);
   const Inputs in(1, 1, 64, 64, 40, 97);
   const Plan plan(context, method("scope-exact", {{"check_finite", "no"}}), in.shape());
-  std::vector<std::max_align_t> state(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1);
-  init_state(plan, state.data());
+  OwnState own(plan);
   Extra extra;
-  extra.state = state.data();
+  extra.state = &own.state;
   const Result cold = run(plan, in, extra);
   Inputs huge = in;
   for (float& x : huge.q) x *= 1e20f;
@@ -415,40 +746,51 @@ TEST(State, AFailedCallStartsColdNextTime) {
 }
 
 TEST(Call, SelectedAttentionTakesThePublicFormat) {
-  const Context context(2);
-  const Inputs in(1, 2, 80, 90, 40, 91);
+  const Context context = tested_context();
+  const int64_t k_tokens = 490;
+  const Inputs in(1, 2, 480, k_tokens, 40, 91);
   const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
   const Result whole = run(plan, in);
-  std::vector<float> out(in.q.size(), 3.0f);
-  std::vector<std::byte> workspace(static_cast<size_t>(plan.workspace_bytes));
-  CallArgs args;
-  args.q = {in.q.data(), DType::f32, 1, 2, 80, 40, 6400, 3200, 40};
-  args.k = {in.k.data(), DType::f32, 1, 2, 90, 40, 7200, 3600, 40};
-  args.v = {in.v.data(), DType::f32, 1, 2, 90, 40, 7200, 3600, 40};
-  args.out = {out.data(), DType::f32, 1, 2, 80, 40, 6400, 3200, 40};
-  args.workspace = workspace.data();
-  args.workspace_bytes = plan.workspace_bytes;
-  attend_selected(plan, args, {whole.labels.data(), whole.mask.data(), nullptr});
-  EXPECT_EQ(out, whole.out);
-  std::vector<int32_t> labels = whole.labels;
-  labels[5] = static_cast<int32_t>(plan.selection_groups);
-  EXPECT_EQ(status_of([&] {
-              attend_selected(plan, args, {labels.data(), whole.mask.data(), nullptr});
-            }),
-            Status::invalid_argument);
-  const int64_t short_length[] = {32};
-  args.k_lengths = short_length;  // the selection holds keys that are now padding
-  EXPECT_EQ(status_of([&] {
-              attend_selected(plan, args, {whole.labels.data(), whole.mask.data(), nullptr});
-            }),
-            Status::invalid_argument);
-  args.k_lengths = nullptr;
-  std::vector<uint32_t> mask = whole.mask;
-  mask[2] |= 1u << 31;  // key 95 of 90
-  EXPECT_EQ(status_of([&] {
-              attend_selected(plan, args, {whole.labels.data(), mask.data(), nullptr});
-            }),
-            Status::invalid_argument);
+  Lent<int32_t> labels(*plan.backend, plan.exec, std::ssize(whole.labels));
+  Lent<uint32_t> mask(*plan.backend, plan.exec, std::ssize(whole.mask));
+  labels.write(whole.labels);
+  mask.write(whole.mask);
+  PreparedCall prepared(plan, in);
+  const auto attend = [&] {
+    attend_selected(plan, prepared.args, {labels.data(), mask.data(), nullptr});
+    return prepared.fetch().out;
+  };
+  EXPECT_EQ(attend(), whole.out);
+  // What is in a device's memory cannot be refused: it is dropped, not followed.
+  const bool host = backend().can.host;
+  std::vector<int32_t> wrong = whole.labels;
+  wrong[5] = static_cast<int32_t>(plan.selection_groups);
+  wrong[7] = 1 << 20;
+  labels.write(wrong);
+  const int64_t words = mask_words(k_tokens);
+  std::vector<uint32_t> past = whole.mask;
+  for (size_t r = 0; r < past.size() / static_cast<size_t>(words); ++r) {
+    past[(r + 1) * static_cast<size_t>(words) - 1] |= ~0u << (k_tokens % 32);
+  }
+  if (host) {
+    EXPECT_EQ(status_of(attend), Status::invalid_argument);
+    labels.write(whole.labels);
+    mask.write(past);
+    EXPECT_EQ(status_of(attend), Status::invalid_argument);
+    mask.write(whole.mask);
+    const int64_t short_length[] = {32};
+    prepared.args.k_lengths = short_length;  // the selection holds keys that are now padding
+    EXPECT_EQ(status_of(attend), Status::invalid_argument);
+    prepared.args.k_lengths = nullptr;
+    std::vector<uint32_t> valid(static_cast<size_t>(words), ~0u);
+    valid[0] = 0;  // or in a hole
+    prepared.args.valid_keys = valid.data();
+    EXPECT_EQ(status_of(attend), Status::invalid_argument);
+  } else {
+    mask.write(past);
+    const std::vector<float> out = attend();
+    for (size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], i / 40 == 5 || i / 40 == 7 ? 0.0f : whole.out[i]) << i;
+  }
 }
 
 }  // namespace

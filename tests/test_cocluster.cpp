@@ -31,34 +31,32 @@ struct Problem {
     args.queries.seed = args.keys.seed = static_cast<uint64_t>(random.below(1000));
   }
   reference::Matrix queries() const {
-    return reference::gather(args.queries.q, q_rows.data(), args.queries.count, nullptr, q.view().dim);
+    return reference::gather(q.view(), q_rows.data(), args.queries.count, nullptr, q.view().dim);
   }
   reference::Matrix keys() const {
-    return reference::gather(args.keys.k, k_rows.data(), args.keys.count, nullptr, k.view().dim);
+    return reference::gather(k.view(), k_rows.data(), args.keys.count, nullptr, k.view().dim);
   }
 };
 
-struct Result {
+// Outputs and scratch between canaries, poisoned before the call.
+struct Output {
   Guarded<float> centroids, codebooks;
   Guarded<int32_t> labels, sizes, order, codes;
   Guarded<int64_t> offsets, empty;
   GuardedScratch scratch;
+  CoclusterArgs args;
 
-  Result(const Exec& exec, const Problem& problem, int rounds = 1, uint8_t poison = 0xff, int64_t short_of = 0)
-      : centroids(problem.args.queries.groups * problem.q.view().dim, poison),
-        codebooks(problem.args.keys.codes * problem.q.view().dim, poison),
-        labels(problem.q.view().tokens, poison),
-        sizes(problem.args.queries.groups, poison),
-        order(problem.args.queries.count, poison),
-        codes(problem.args.keys.count, poison),
-        offsets(problem.args.queries.groups + 1, poison),
+  Output(const Exec& exec, const CoclusterArgs& problem, uint8_t poison = 0xff, int64_t short_of = 0)
+      : centroids(problem.queries.groups * problem.queries.q.dim, poison),
+        codebooks(problem.keys.codes * problem.queries.q.dim, poison),
+        labels(problem.queries.q.tokens, poison),
+        sizes(problem.queries.groups, poison),
+        order(problem.queries.count, poison),
+        codes(problem.keys.count, poison),
+        offsets(problem.queries.groups + 1, poison),
         empty(1, poison),
-        scratch(cpu::cocluster_scratch(exec, problem.args.queries.count, problem.args.keys.count, problem.q.view().dim,
-                                       problem.args.queries.groups, problem.args.keys.codes) -
-                    short_of,
-                poison) {
-    CoclusterArgs args = problem.args;
-    args.queries.iterations = rounds;
+        scratch(backend().cocluster_scratch(exec, sizes_of(problem)) - short_of, poison),
+        args(problem) {
     args.queries.centroids = centroids.data();
     args.queries.labels = labels.data();
     args.queries.sizes = sizes.data();
@@ -68,10 +66,17 @@ struct Result {
     args.keys.codebooks = codebooks.data();
     args.keys.labels = codes.data();
     args.keys.empty = empty.data();
-    cpu::cocluster(exec, args);
   }
   std::vector<uint8_t> all() const {
     return joined_bytes(centroids, codebooks, labels, sizes, order, codes, offsets, empty);
+  }
+};
+
+struct Result : Output {
+  Result(const Exec& exec, const Problem& problem, int rounds = 1, uint8_t poison = 0xff, int64_t short_of = 0)
+      : Output(exec, problem.args, poison, short_of) {
+    args.queries.iterations = rounds;
+    run_cocluster(exec, {&args, 1});
   }
 };
 
@@ -250,6 +255,28 @@ TEST(Cocluster, BitwiseOverThreadsAndRuns) {
   problem.args.queries.groups = 40;
   problem.args.keys.codes = 150;
   expect_repeatable([&](const Exec& exec) { return Result(exec, problem, 2).all(); });
+}
+
+TEST(Cocluster, ChunkOfHeadsEqualsHeadsAlone) {
+  Random random(6);
+  std::vector<std::unique_ptr<Problem>> problems;
+  std::vector<CoclusterArgs> heads;
+  for (int h = 0; h < 3; ++h) {
+    problems.push_back(std::make_unique<Problem>(random, DType::bf16, 64, 300, 400, 0.9));
+    Problem& problem = *problems.back();
+    problem.q = Rows(random, DType::bf16, 300, 64, 1, 2 * 64);  // side by side
+    problem.k = Rows(random, DType::bf16, 400, 64, 1, 8);
+    CoclusterArgs& args = heads.emplace_back(problem.args);
+    args.queries.q = problem.q.view();
+    args.keys.k = problem.k.view();
+    args.queries.rows = problems[0]->q_rows.data();
+    args.keys.rows = problems[0]->k_rows.data();
+    args.queries.seed = args.keys.seed = 7;
+    args.queries.iterations = 2;
+    args.queries.groups = 20;
+    args.keys.codes = 50;
+  }
+  expect_chunk_equals_heads<Output>(heads, run_cocluster);
 }
 
 TEST(Cocluster, WorkspaceTooSmallIsRefused) {

@@ -19,7 +19,7 @@ struct Output {
       : codebooks(problem.codes * problem.k.dim, poison),
         labels(static_cast<int64_t>(problem.partition->size()) * problem.count, poison),
         empty(static_cast<int64_t>(problem.partition->size()), poison),
-        scratch(backend(exec).encode_scratch(exec, problem.count, problem.k.dim, problem.codes), poison),
+        scratch(backend().encode_scratch(exec, sizes_of(problem)), poison),
         args(problem) {
     args.warm = !start.empty();
     std::copy(start.begin(), start.end(), codebooks.data());
@@ -72,7 +72,7 @@ TEST(Encode, Differential) {
     std::vector<reference::Matrix> points;
     for (size_t m = 0; m < partition.size(); ++m) {
       const auto depth = static_cast<int64_t>(partition[m].size());
-      points.push_back(reference::gather(args.k, args.rows, count, partition[m].data(), depth));
+      points.push_back(reference::gather(args.k[0], args.rows, count, partition[m].data(), depth));
       const RandomStream random_rows{.seed = args.seed, .tensor = 1, .subspace = static_cast<uint32_t>(m)};
       const auto start = reference::start_rows(points.back(), args.codes, random_rows);
       before.insert(before.end(), start.data.begin(), start.data.end());

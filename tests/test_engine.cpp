@@ -2,7 +2,6 @@
 #include <cmath>
 
 #include "cases.h"
-#include "cuda/device.h"
 #include "video/engine.h"
 
 namespace scope::video {
@@ -21,7 +20,8 @@ struct Case {
 std::vector<Case> engines() {
   std::vector<Case> out;
   if (test::testing_cuda()) {
-    Case c{"cuda", std::make_shared<Context>(Context::on_gpu(0)), nullptr, 0x1p-8, 2e-3};  // gelu's tanh is approximate
+    Case c{"cuda", std::make_shared<Context>(ContextOptions{.backend = "cuda"}), nullptr, 0x1p-8,
+           2e-3};  // gelu's tanh is approximate
     c.engine = make_cuda_engine(*c.context);
     out.push_back(c);
     return out;
@@ -92,7 +92,7 @@ int64_t width(int64_t n) { return test::testing_cuda() ? round_up(n, 8) : n; }
 class EngineTest : public testing::Test {
  protected:
   void SetUp() override {
-    if (test::testing_cuda() && cuda::devices().empty()) GTEST_SKIP() << "[GPU tests skipped]";
+    if (!test::backend().present()) GTEST_SKIP() << "[GPU tests skipped]";
   }
 };
 using EngineOps = EngineTest;

@@ -21,7 +21,7 @@ struct Output {
         sizes(problem.groups, poison),
         order(problem.count, poison),
         offsets(problem.groups + 1, poison),
-        scratch(backend(exec).group_scratch(exec, problem.count, problem.q.dim, problem.groups), poison),
+        scratch(backend().group_scratch(exec, sizes_of(problem)), poison),
         args(problem) {
     args.warm = !start.empty();
     std::copy(start.begin(), start.end(), centroids.data());
@@ -66,7 +66,7 @@ void expect_groups(const GroupArgs& args, const Result& ours, const std::vector<
   ASSERT_EQ(order, std::vector<int32_t>(ours.order.data(), ours.order.data() + args.count));
 
   reference::Matrix centroids(before.data(), args.groups, args.q.dim);
-  reference::update(reference::gather(args.q, args.rows, args.count, nullptr, args.q.dim), labels, centroids);
+  reference::update(reference::gather(args.q[0], args.rows, args.count, nullptr, args.q.dim), labels, centroids);
   for (int64_t i = 0; i < args.groups * args.q.dim; ++i) {
     const double want = centroids.data[static_cast<size_t>(i)];
     ASSERT_NEAR(ours.centroids[i], want, limits().mean * std::max(1.0, std::abs(want))) << "centroid element " << i;
@@ -89,7 +89,7 @@ TEST(Group, Differential) {
     args.iterations = 1;
     args.sample = count;
     args.seed = static_cast<uint64_t>(random.below(1000));
-    const auto points = reference::gather(args.q, args.rows, count, nullptr, dim);
+    const auto points = reference::gather(args.q[0], args.rows, count, nullptr, dim);
     // The stream of queries is tensor 0, subspace 0.
     const auto start = reference::start_rows(points, args.groups, {.seed = args.seed});
     std::vector<float> before(start.data.begin(), start.data.end()), warm;

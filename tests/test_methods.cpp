@@ -10,36 +10,6 @@ namespace {
 
 constexpr int64_t kDim = 24;
 
-// Two samples with padding, text keys that all see, and text queries that see all.
-struct Ragged {
-  Inputs in{2, 2, 150, 170, kDim, 5};
-  Extra extra;
-  Ragged() {
-    extra.q_lengths = {150, 131};
-    extra.k_lengths = {170, 141};
-    extra.keep.assign(2 * 6, 0);
-    extra.dense_queries.assign(2 * 5, 0);
-    for (int64_t b = 0; b < 2; ++b) {
-      for (const int64_t j : {3, 100, 139}) set_mask_bit(extra.keep.data() + b * 6, j);
-      for (const int64_t i : {0, 77}) set_mask_bit(extra.dense_queries.data() + b * 5, i);
-    }
-  }
-  Shape shape() const {
-    Shape shape = in.shape();
-    shape.dense_queries = true;
-    return shape;
-  }
-};
-
-// The tokens of one sample that take part.
-std::vector<int32_t> part(int64_t valid, const uint32_t* others) {
-  std::vector<int32_t> rows;
-  for (int64_t i = 0; i < valid; ++i) {
-    if (!mask_bit(others, i)) rows.push_back(static_cast<int32_t>(i));
-  }
-  return rows;
-}
-
 reference::Matrix gather(const std::vector<float>& x, int64_t head, int64_t tokens, const std::vector<int32_t>& rows) {
   reference::Matrix out(static_cast<int64_t>(rows.size()), kDim);
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -69,9 +39,9 @@ std::vector<Block> blocks_of(const reference::Matrix& x, int64_t size, double th
 }
 
 TEST(Methods, SpargeFollowsItsRulesFromQAndK) {
-  const Ragged ragged;
+  const Ragged ragged(kDim);
   const Inputs& in = ragged.in;
-  const Context context(2);
+  const Context context = tested_context();
   for (const char* name : {"sparge", "sparge-cdf"}) {
     for (const char* threshold : {"-0.1", "0.1", "0.6"}) {
       const Settings settings =
@@ -81,6 +51,7 @@ TEST(Methods, SpargeFollowsItsRulesFromQAndK) {
       expect_consistent(in, plan, result, ragged.extra);
       EXPECT_EQ(result.stats.iterations, 0);  // nothing is clustered
       const int64_t words = mask_words(in.k_tokens);
+      int64_t queries_seen = 0, others = 0;
       for (int64_t head = 0; head < 4; ++head) {
         const int64_t b = head / 2;
         const auto at = static_cast<size_t>(b);
@@ -109,19 +80,23 @@ TEST(Methods, SpargeFollowsItsRulesFromQAndK) {
           const auto kept = reference::sparge_blocks(scores, similar, block.similar, form);
           const int32_t label = result.labels[static_cast<size_t>(head * in.q_tokens + q_rows[i])];
           const uint32_t* mask = result.mask.data() + (head * plan.selection_groups + label) * words;
+          bool same = true;
           for (size_t j = 0; j < k_rows.size(); ++j) {
-            ASSERT_EQ(mask_bit(mask, k_rows[j]), std::binary_search(kept.begin(), kept.end(), static_cast<int64_t>(j / 8)))
-                << name << " head " << head << " query " << q_rows[i] << " key " << k_rows[j];
+            same = same &&
+                   mask_bit(mask, k_rows[j]) == std::binary_search(kept.begin(), kept.end(), static_cast<int64_t>(j / 8));
           }
+          ++queries_seen;
+          others += same ? 0 : 1;
         }
       }
+      EXPECT_LE(static_cast<double>(others), limits().other_keys * static_cast<double>(queries_seen)) << name << threshold;
     }
   }
 }
 
 TEST(Methods, Svg2KeepsItsShareWithTextPaddingAndBatches) {
-  const Ragged ragged;
-  const Context context(2);
+  const Ragged ragged(kDim);
+  const Context context = tested_context();
   for (const char* p : {"0.5", "0.9", "1"}) {
     const Plan plan(context, method("svg2", {{"groups", "9"}, {"codes", "20"}, {"rho", p}}), ragged.shape());
     const Result result = run(plan, ragged.in, ragged.extra);
@@ -135,7 +110,7 @@ TEST(Methods, Svg2KeepsItsShareWithTextPaddingAndBatches) {
 
 // A sample alone equals itself in a batch.
 TEST(Methods, BatchesEqualSamplesAlone) {
-  const Context context(2);
+  const Context context = tested_context();
   const Inputs both(2, 1, 96, 96, kDim, 7);
   for (const char* name : {"svg2", "sparge", "sparge-cdf"}) {
     const Settings settings = method(name, {{"q_block", "16"}, {"k_block", "16"}, {"target_density", "0.3"}});
@@ -149,14 +124,14 @@ TEST(Methods, BatchesEqualSamplesAlone) {
 }
 
 TEST(Methods, EveryRuleMeetsATargetDensity) {
-  const Context context(2);
+  const Context context = tested_context();
   const Inputs in(1, 2, 600, 600, kDim, 3);
   for (const char* rule : {"fixed", "top_p", "hybrid", "online", "target", "clusters"}) {
     for (const double target : {0.1, 0.3}) {
       Settings settings = method("scope", {{"partition", "even:1"}, {"rule", rule}, {"alpha", "0.2"}, {"codes", "200"}});
       settings.target_density = target;
       const Result result = run(Plan(context, settings, in.shape()), in);
-      EXPECT_NEAR(result.stats.density, target, 0.005) << rule;
+      EXPECT_NEAR(result.stats.density, target, limits().density) << rule;
       const bool floor = std::string(rule) != "fixed";
       EXPECT_EQ(result.heads[0].alpha, floor ? std::min(0.2, target / 2) : 0.2) << rule;
     }
@@ -166,7 +141,7 @@ TEST(Methods, EveryRuleMeetsATargetDensity) {
   EXPECT_NEAR(run(Plan(context, sparge, in.shape()), in).stats.density, 0.3, 1e-9);
 }
 
-TEST(Methods, RefusesWhatDoesNotGoTogether) {
+TEST(MethodsOnCpu, RefusesWhatDoesNotGoTogether) {
   const Context context(1);
   const Inputs in(1, 1, 40, 40, kDim, 1);
   const auto refusal = [&](const char* name, std::initializer_list<std::pair<const char*, const char*>> set) {

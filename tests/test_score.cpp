@@ -72,7 +72,7 @@ TEST(Score, Differential) {
     proxy.scale = args.scale;
     proxy.centroids = centroids.data();
     proxy.rows = rows.data();
-    proxy.k = {nullptr, at.dtype, at.tokens, at.dim, at.dim};
+    proxy.k = RowsView{nullptr, at.dtype, at.tokens, at.dim, at.dim};
     const int64_t height = random.between(1, kScoreRows);
     if (random.chance(0.5)) {
       proxy.kind = ProxyKind::exact;
@@ -106,7 +106,7 @@ TEST(Score, ExactCodesEqualTheExactProxy) {
       for (int32_t j = 0; j < kKeys; ++j) labels.push_back(j);
     }
     Guarded<float> tables(kGroups * 3 * kKeys);
-    const ScoreArgs args{centroids.data(), kGroups, kDim, &partition, codebooks.data(), kKeys, 0.25f, tables.data()};
+    const ScoreArgs args{1, centroids.data(), kGroups, kDim, &partition, codebooks.data(), kKeys, 0.25f, tables.data()};
     run_score(exec, {&args, 1});
     const auto rows = all_rows(kKeys);
     Proxy codes{ProxyKind::codes, kGroups, kKeys, 0.25f,         centroids.data(), k.view(),
@@ -137,10 +137,9 @@ TEST(Score, ChunkOfHeadsEqualsHeadsAlone) {
   std::vector<ScoreArgs> heads;
   for (int h = 0; h < 3; ++h) centroids.push_back(normals(random, 70 * 40)), codebooks.push_back(normals(random, 33 * 40));
   for (size_t h = 0; h < 3; ++h) {
-    heads.push_back({centroids[h].data(), 70, 40, &partition, codebooks[h].data(), 33, 0.25f, nullptr});
+    heads.push_back({1, centroids[h].data(), 70, 40, &partition, codebooks[h].data(), 33, 0.25f, nullptr});
   }
-  expect_chunk_equals_heads<Output>(
-      heads, [](const Exec& exec, std::span<const ScoreArgs> chunk, int64_t) { run_score(exec, chunk); });
+  expect_chunk_equals_heads<Output>(heads, run_score);
 }
 
 TEST(Score, MoreGroupsThanAGridHasInYAndZ) {
@@ -148,7 +147,7 @@ TEST(Score, MoreGroupsThanAGridHasInYAndZ) {
   const Partition partition = {{0, 2, 4, 6}, {1, 3, 5, 7}};
   const auto centroids = normals(random, kManyGroups * 8), codebooks = normals(random, 3 * 8);
   Guarded<float> tables(kManyGroups * 2 * 3);
-  const ScoreArgs args{centroids.data(), kManyGroups, 8, &partition, codebooks.data(), 3, 0.25f, tables.data()};
+  const ScoreArgs args{1, centroids.data(), kManyGroups, 8, &partition, codebooks.data(), 3, 0.25f, tables.data()};
   run_score(machines().front().with(pool(2)), {&args, 1});
   const auto want = reference::tables(args);
   for (int64_t i = 0; i < tables.size(); ++i) {
@@ -163,7 +162,7 @@ TEST(Score, BitwiseOverThreadsAndRuns) {
   const auto centroids = normals(random, 70 * 40), codebooks = normals(random, 33 * 40);
   expect_repeatable([&](const Exec& exec) {
     Guarded<float> tables(70 * 3 * 33);
-    const ScoreArgs args{centroids.data(), 70, 40, &partition, codebooks.data(), 33, 0.25f, tables.data()};
+    const ScoreArgs args{1, centroids.data(), 70, 40, &partition, codebooks.data(), 33, 0.25f, tables.data()};
     run_score(exec, {&args, 1});
     return tables.bytes();
   });

@@ -56,7 +56,8 @@ TEST(Scoring, ScoresAreTheSpecifications) {
                           .partition = &head.proxy.partition,
                           .codebooks = head.codebooks.data(),
                           .codes = head.codes,
-                          .scale = scale};
+                          .scale = scale,
+                          .tables = {}};
     std::vector<float> tables;
     if (!partition.empty()) {
       for (const double x : reference::tables(score)) tables.push_back(static_cast<float>(x));

@@ -14,7 +14,8 @@ constexpr Rule kRules[] = {Rule::clusters, Rule::blocks_topk, Rule::blocks_cdf};
 struct Problem {
   std::vector<int32_t> rows, labels, sizes;
   std::vector<float> tables, q_similarity, k_similarity;
-  SelectArgs args;
+  double alpha = 0.1;
+  WeighArgs args;
 
   Problem(Random& random, Rule rule, int64_t groups, int64_t tokens, int64_t count, int64_t codes, double deviation,
           bool coarse)
@@ -27,20 +28,19 @@ struct Problem {
     for (int64_t j = 0; j < count; ++j) labels.push_back(static_cast<int32_t>(random.below(codes)));
     for (int64_t c = 0; c < groups; ++c) q_similarity.push_back(random.chance(0.9) ? 0.5f : -0.5f);
     for (int64_t r = 0; r < codes; ++r) k_similarity.push_back(random.chance(0.9) ? 0.5f : -0.5f);
-    args.proxy = {.kind = ProxyKind::codes,
-                  .groups = groups,
-                  .count = count,
-                  .scale = 1,
-                  .k = {nullptr, DType::f32, tokens, 8, 8},
-                  .rows = rows.data(),
-                  .subspaces = 1,
-                  .codes = codes,
-                  .tables = tables.data(),
-                  .labels = labels.data()};
+    args.proxy.groups = groups;
+    args.proxy.count = count;
+    args.proxy.scale = 1;
+    args.proxy.k = RowsView{nullptr, DType::f32, tokens, 8, 8};
+    args.proxy.rows = rows.data();
+    args.proxy.subspaces = 1;
+    args.proxy.codes = codes;
+    args.proxy.tables = tables.data();
+    args.proxy.labels = labels.data();
     args.sizes = sizes.data();
     args.rule = rule;
     args.rho = 0.9;
-    args.alpha = 0.1;
+    args.alpha = &alpha;
     args.density = 0.2;
     args.q_similarity = q_similarity.data();
     args.k_similarity = k_similarity.data();
@@ -51,10 +51,10 @@ struct Problem {
     return result;
   }
   // The codes that the float64 rules keep when they compare with `bound`.
-  std::vector<int64_t> want(int64_t group, double bound, double alpha) const {
+  std::vector<int64_t> want(int64_t group, double bound, double least) const {
     const auto scores =
         std::vector<double>(tables.begin() + group * args.proxy.codes, tables.begin() + (group + 1) * args.proxy.codes);
-    if (args.rule == Rule::clusters) return reference::svg2_clusters(scores, code_sizes(), bound, alpha);
+    if (args.rule == Rule::clusters) return reference::svg2_clusters(scores, code_sizes(), bound, least);
     std::vector<bool> similar;
     for (const float x : k_similarity) similar.push_back(x > args.similar);
     const reference::SpargeForm form =
@@ -63,44 +63,46 @@ struct Problem {
   }
 };
 
+// Outputs, weights and scratch between canaries, poisoned before the call.
 struct Output {
   Guarded<int32_t> counts, top_p;
   Guarded<int64_t> head_budget;
   Guarded<double> rho_used, alpha_used;
   Guarded<uint32_t> mask;
-  GuardedScratch scratch;
-  SelectArgs args;
+  GuardedScratch weights, scratch;
+  KeepArgs args;
 
-  Output(const Exec& exec, const SelectArgs& problem, uint8_t poison = 0xff, int64_t short_of = 0)
+  Output(const Exec& exec, const WeighArgs& problem, uint8_t poison = 0xff, int64_t short_of = 0)
       : counts(problem.proxy.groups, poison),
         top_p(problem.proxy.groups, poison),
         head_budget(1, poison),
         rho_used(1, poison),
         alpha_used(1, poison),
         mask(problem.proxy.groups * mask_words(problem.proxy.k.tokens), poison),
-        scratch(backend(exec).select_scratch(exec, problem.proxy.count, problem.proxy.k.dim, problem.proxy.groups,
-                                             problem.proxy.codes) -
-                    short_of,
-                poison),
-        args(problem) {
+        weights(backend().weights_bytes(exec, sizes_of(problem)) - short_of, poison),
+        scratch(backend().weigh_scratch(exec, sizes_of(problem)), poison) {
+    args.weighed = problem;
+    args.weighed.top_p = top_p.data();
+    args.weighed.weights = scratch_of(weights);
+    args.weighed.scratch = scratch_of(scratch);
     args.counts = counts.data();
-    args.top_p = top_p.data();
     args.head_budget = head_budget.data();
     args.rho_used = rho_used.data();
     args.alpha_used = alpha_used.data();
     args.mask = mask.data();
-    args.scratch = scratch_of(scratch);
   }
+  Output(const Exec& exec, const KeepArgs& problem) : Output(exec, problem.weighed) {}
   double density() const {
+    const int32_t* sizes = args.weighed.sizes[0];
     double kept = 0, queries = 0;
-    for (int64_t c = 0; c < args.proxy.groups; ++c) kept += 1.0 * args.sizes[c] * counts[c], queries += args.sizes[c];
-    return kept / queries / static_cast<double>(args.proxy.count);
+    for (int64_t c = 0; c < counts.size(); ++c) kept += 1.0 * sizes[c] * counts[c], queries += sizes[c];
+    return kept / queries / static_cast<double>(args.weighed.proxy.count);
   }
   std::vector<uint8_t> all() const { return joined_bytes(counts, top_p, head_budget, rho_used, alpha_used, mask); }
 };
 
 struct Selection : Output {
-  Selection(const Exec& exec, const SelectArgs& problem, uint8_t poison = 0xff, int64_t short_of = 0)
+  Selection(const Exec& exec, const WeighArgs& problem, uint8_t poison = 0xff, int64_t short_of = 0)
       : Output(exec, problem, poison, short_of) {
     run_select(exec, {&args, 1});
   }
@@ -114,8 +116,7 @@ void expect_selection(const Problem& problem, const Selection& ours) {
   const double bound =
       problem.args.target == 0 ? given : ours.rho_used[0] + (problem.args.rule == Rule::blocks_topk ? 1e-6 : 0);
   EXPECT_EQ(ours.head_budget[0], 0);
-  EXPECT_EQ(ours.alpha_used[0],
-            problem.args.target == 0 ? problem.args.alpha : std::min(problem.args.alpha, problem.args.target / 2));
+  EXPECT_EQ(ours.alpha_used[0], problem.args.target == 0 ? problem.alpha : std::min(problem.alpha, problem.args.target / 2));
   for (int64_t c = 0; c < problem.args.proxy.groups; ++c) {
     SCOPED_TRACE(fmt::format("group {}", c));
     EXPECT_EQ(ours.top_p[c], 0);
@@ -146,9 +147,9 @@ TEST(SelectCodes, DifferentialEveryRule) {
     for (auto& n : problem.sizes) {
       if (random.chance(0.15)) n = 0;
     }
-    SelectArgs& args = problem.args;
+    WeighArgs& args = problem.args;
     args.rho = random.pick<double>({1e-6, 0.1, 0.5, 0.9, 0.98, 0.999999, 1, random.uniform()});
-    args.alpha = random.pick<double>({0, 0.05, 0.1, 0.333333, 1, random.uniform()});
+    problem.alpha = random.pick<double>({0, 0.05, 0.1, 0.333333, 1, random.uniform()});
     args.density = random.pick<double>({0.000001, 0.1, 0.25, 0.9, 1, random.uniform()});
     args.similar = random.pick<double>({-1, 0, 0.6});
     expect_selection(problem, Selection(at.exec, args, at.poison));
@@ -164,14 +165,14 @@ TEST(SelectCodes, TiesByAscendingCodeAndTheCrossingOne) {
       for (int64_t j = 0; j < 160; ++j) problem.labels[static_cast<size_t>(j)] = static_cast<int32_t>(j / 10);
       problem.args.similar = -1;
       problem.args.rho = 0.3;       // between 4 and 5 sixteenths
-      problem.args.alpha = 0.1;     // one code
+      problem.alpha = 0.1;          // one code
       problem.args.density = 0.24;  // 3 codes
       const Selection ours(exec, problem.args);
       const int64_t codes = rule == Rule::clusters ? 5 : rule == Rule::blocks_cdf ? 4 : 3;
       EXPECT_EQ(ours.counts[0], 10 * codes);
       for (int64_t j = 0; j < 160; ++j) ASSERT_EQ(mask_bit(ours.mask.data(), j), j < 10 * codes);
       problem.args.rho = problem.args.density = 1e-6;  // never nothing
-      problem.args.alpha = 0;
+      problem.alpha = 0;
       EXPECT_EQ(Selection(exec, problem.args).counts[0], 10);
       problem.args.rho = problem.args.density = 1;
       EXPECT_EQ(Selection(exec, problem.args).counts[0], 160);
@@ -185,7 +186,7 @@ TEST(SelectCodes, FloorCountsClustersNotKeys) {
     Problem problem(random, Rule::clusters, 1, 100, 100, 10, 0, false);
     for (int64_t j = 0; j < 100; ++j) problem.labels[static_cast<size_t>(j)] = j < 91 ? 0 : static_cast<int32_t>(j - 90);
     problem.args.rho = 0.5;
-    problem.args.alpha = 0.39;  // floor(3.9)
+    problem.alpha = 0.39;  // floor(3.9)
     EXPECT_EQ(Selection(exec, problem.args).counts[0], 91 + 2);
   });
 }
@@ -216,16 +217,17 @@ TEST(SelectCodes, TargetIsTheNearestReachable) {
     const int64_t n = std::max<int64_t>(at.tokens, 64);
     Problem problem(random, kRules[random.below(3)], random.between(1, 5), n, n, random.pick<int64_t>({1, 8, 40}),
                     random.pick<double>({0.3, 1, 3}), false);
-    SelectArgs& args = problem.args;
-    args.alpha = random.pick<double>({0, 0.02, 0.1, 0.3});
+    WeighArgs& args = problem.args;
+    problem.alpha = random.pick<double>({0, 0.02, 0.1, 0.3});
     args.similar = random.pick<double>({-1, 0});
     args.target = random.pick<double>({0.01, 0.05, 0.2, 0.5, 0.9, 1});
     const Selection ours(at.exec, args, at.poison);
     expect_selection(problem, ours);
     double nearest = 1;
-    SelectArgs given = args;
+    WeighArgs given = args;
+    const double lowered = std::min(problem.alpha, args.target / 2);
     given.target = 0;
-    given.alpha = std::min(args.alpha, args.target / 2);
+    given.alpha = &lowered;
     const int64_t bounds = testing_cuda() ? 40 : 400;  // a device is slow to reach
     for (int64_t i = 1; i <= bounds; ++i) {
       given.rho = given.density = static_cast<double>(i) / static_cast<double>(bounds);
@@ -273,13 +275,14 @@ TEST(SelectCodes, ChunkOfHeadsEqualsHeadsAlone) {
   for (const Rule rule : kRules) {
     Random random(9);
     std::vector<std::unique_ptr<Problem>> problems;
-    std::vector<SelectArgs> heads;
+    std::vector<KeepArgs> heads;
     for (int h = 0; h < 3; ++h) {
       problems.push_back(std::make_unique<Problem>(random, rule, 70, 300, 260, 40, 1, false));
       Problem& problem = *problems.back();
       problem.args.proxy.rows = problems[0]->rows.data();
       problem.args.target = 0.3;
-      heads.push_back(problem.args);
+      if (backend().can.profiles) problem.alpha = 0.05 * h;
+      heads.emplace_back().weighed = problem.args;
     }
     expect_chunk_equals_heads<Output>(heads, run_select);
   }

@@ -1,12 +1,14 @@
 // Settings, methods, models and partitions: what is taken, what is refused and how it is said.
 #include <gtest/gtest.h>
 
+#include <map>
 #include <set>
 
 #include "methods/methods.h"
 #include "methods/models.h"
 #include "methods/partition.h"
 #include "pipeline/schedule.h"
+#include "stages/choices.h"
 
 namespace scope {
 namespace {
@@ -92,6 +94,32 @@ TEST(Settings, EveryValuePrintsBackToItself) {
   }
 }
 
+// Every row by its name, and its name among the values and in what is said of another.
+template <class Row>
+void expect_round_trips(const char* name, std::span<const Row> rows) {
+  const auto setting = std::find_if(settings_table().begin(), settings_table().end(),
+                                    [&](const Setting& each) { return std::string_view(each.name) == name; });
+  ASSERT_NE(setting, settings_table().end()) << name;
+  Settings settings;
+  const std::string said = refusal([&] { set_setting(settings, name, "nothing"); });
+  for (const Row& each : rows) {
+    set_setting(settings, name, each.name);
+    EXPECT_EQ(get_setting(settings, name), each.name);
+    EXPECT_EQ(&row(each.choice), &each);
+    EXPECT_NE(setting->values.find(each.name), std::string::npos) << setting->values;
+    EXPECT_NE(setting->help.find(each.help), std::string::npos) << setting->help;
+    EXPECT_NE(said.find(each.name), std::string::npos) << said;
+  }
+}
+
+TEST(Settings, EveryRowOfEveryChoiceHasItsName) {
+  expect_round_trips("group", grouping_rows());
+  expect_round_trips("encode", encoding_rows());
+  expect_round_trips("proxy", proxy_rows());
+  expect_round_trips("rule", rule_rows());
+  expect_round_trips("tail", tail_rows());
+}
+
 TEST(Settings, AutoCountsFollowTheSequence) {
   const Settings settings;
   EXPECT_EQ(effective_groups(settings, 75600), 300);
@@ -148,22 +176,99 @@ TEST(Schedule, DenseLayersAndSteps) {
   EXPECT_EQ(schedule(find_method("dense").settings(), {3, 30, 50}), Reason::method_dense);
 }
 
+TEST(Methods, SettingsCarryTheirRow) {
+  EXPECT_STREQ(Settings{}.method->name, "scope");
+  const std::set<std::string> sharing{"svg2", "svoo"}, profiled{"svoo"};
+  for (const Method& method : methods_table()) {
+    EXPECT_EQ(method.settings().method, &method);
+    EXPECT_EQ(method.shares_branches, sharing.contains(method.name)) << method.name;
+    EXPECT_EQ(method.profiled, profiled.contains(method.name)) << method.name;
+    Settings other = method.settings();
+    set_setting(other, "rule", "clusters");  // no setting makes another method
+    EXPECT_EQ(other.method, &method);
+  }
+}
+
 TEST(Models, RangesCoverTheHeadDimension) {
   for (const Model& model : models_table()) {
     EXPECT_EQ(model.rope[0] + model.rope[1] + model.rope[2], model.dim) << model.name;
-    Settings settings;
-    apply_model(model, settings);
-    EXPECT_EQ(settings.rho, model.rho);
-    Settings svg2 = find_method("svg2").settings(), cdf = find_method("sparge-cdf").settings();
-    apply_model(model, svg2);
-    apply_model(model, cdf);
-    EXPECT_EQ(svg2.rho, 0.9);
-    EXPECT_EQ(svg2.groups, model.svg2_groups);
-    EXPECT_EQ(cdf.rho, 0.98);
   }
   EXPECT_EQ(
       find_model("wan2.1-t2v-14b").grid[0] * find_model("wan2.1-t2v-14b").grid[1] * find_model("wan2.1-t2v-14b").grid[2],
       75600);
+}
+
+// What each model makes of each method, as values rather than as code.
+struct Known {
+  const char *model, *rho, *dense_steps, *warm_prefix, *layers;
+  const char* groups;                             // of svg2
+  const char *p, *low, *high, *start, *interval;  // of svoo
+};
+constexpr Known kKnown[] = {
+    {"wan2.1-t2v-14b", "0.9", "0.2", "no", "40", "300", "0.9", "0.15", "0.2", "11", "40"},
+    {"wan2.1-i2v-14b", "0.9", "0.2", "no", "40", "300", "0.9", "0.1", "0.15", "9", "20"},
+    {"wan2.1-t2v-1.3b", "0.9", "0.2", "no", "30", "300", "0.9", "0.15", "0.2", "11", "40"},
+    {"wan2.1-14b-480p", "0.9", "0.2", "no", "40", "300", "0.9", "0.15", "0.2", "11", "40"},
+    {"wan2.1-14b-distilled", "0.9", "0", "no", "40", "300", "0.9", "0.15", "0.2", "11", "40"},
+    {"wan2.2-a14b", "0.9", "0.2", "no", "40", "300", "0.9", "0.2", "0.22", "9", "40"},
+    {"wan2.2-i2v-a14b", "0.9", "0.2", "no", "40", "300", "0.9", "0.2", "0.25", "9", "40"},
+    {"wan2.2-ti2v-5b", "0.9", "0.2", "no", "30", "300", "0.9", "0.15", "0.2", "11", "40"},
+    {"hunyuanvideo-13b", "0.88", "0.1", "yes", "60", "400", "0.88", "0.05", "0.1", "6", "50"},
+};
+
+TEST(Models, OverrideWhatEachMethodTakesFromThem) {
+  ASSERT_EQ(models_table().size(), std::size(kKnown));
+  for (const Method& method : methods_table()) {
+    const std::string name = method.name;
+    for (const Known& known : kKnown) {
+      Settings settings = method.settings();
+      apply_model(find_model(known.model), settings);
+      std::map<std::string, std::string> expected;
+      for (const Setting& setting : settings_table()) expected[setting.name] = setting.get(method.settings());
+      expected["dense_layers"] = "1";
+      expected["dense_steps"] = known.dense_steps;
+      expected["warm_prefix"] = name == "svoo" ? "no" : known.warm_prefix;
+      expected["layers"] = known.layers;
+      if (name.starts_with("scope") || name == "dense") expected["rho"] = known.rho;
+      if (name.starts_with("svg2")) expected["groups"] = known.groups;
+      if (name == "svoo") {
+        expected["rho"] = known.p;
+        expected["profile_low"] = known.low;
+        expected["profile_high"] = known.high;
+        expected["reuse_start"] = known.start;
+        expected["reuse_interval"] = known.interval;
+      }
+      for (const Setting& setting : settings_table()) {
+        EXPECT_EQ(setting.get(settings), expected[setting.name]) << name << " " << known.model << " " << setting.name;
+      }
+    }
+  }
+}
+
+// The rows themselves, where they are not the defaults.
+TEST(Methods, RowsAreWhatTheyWere) {
+  const std::map<std::string, std::string> kRows = {
+      {"scope", ""},
+      {"scope-paper", "groups=300 codes=333 first_sample=1"},
+      {"scope-exact", "proxy=exact"},
+      {"svg2", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=clusters"},
+      {"svg2-ear", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware tail=centroids"},
+      {"svoo",
+       "group=cocluster groups=256 encode=cocluster partition=even:1 codes=1024 first_iterations=2 first_sample=1 "
+       "rule=clusters profile_low=0.15 profile_high=0.2 reuse_start=11 reuse_interval=40"},
+      {"sparge", "group=blocks encode=blocks partition=even:1 rule=blocks_topk density=0.5"},
+      {"sparge-cdf", "group=blocks encode=blocks partition=even:1 rule=blocks_cdf rho=0.98 similarity=0.6"},
+      {"dense", ""}};
+  ASSERT_EQ(methods_table().size(), kRows.size());
+  for (const Method& method : methods_table()) {
+    std::string text;
+    for (const Setting& setting : settings_table()) {
+      const std::string value = setting.get(method.settings());
+      if (value != setting.get({})) text += fmt::format("{}{}={}", text.empty() ? "" : " ", setting.name, value);
+    }
+    EXPECT_EQ(text, kRows.at(method.name)) << method.name;
+    EXPECT_EQ(method.settings().dense, std::string_view(method.name) == "dense");
+  }
 }
 
 }  // namespace

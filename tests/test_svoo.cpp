@@ -39,40 +39,23 @@ std::string refusal(const std::function<void()>& body, Status status) {
   return "accepted";
 }
 
-std::vector<int32_t> part(int64_t valid, const uint32_t* others) {
-  std::vector<int32_t> rows;
-  for (int64_t i = 0; i < valid; ++i) {
-    if (!mask_bit(others, i)) rows.push_back(static_cast<int32_t>(i));
-  }
-  return rows;
-}
-
 reference::Matrix gather(const std::vector<float>& x, int64_t head, int64_t tokens, const std::vector<int32_t>& rows) {
   const RowsView view{x.data() + head * tokens * kDim, DType::f32, tokens, kDim, kDim};
   return reference::gather(view, rows.data(), static_cast<int64_t>(rows.size()), nullptr, kDim);
 }
 
 // Two samples with padding, text keys that all see and text queries that see all: groups and kept keys from q and k alone.
-TEST(Svoo, FollowsItsRulesFromQAndK) {
-  const Inputs in(2, 2, 150, 170, kDim, 5);
-  Extra extra;
-  extra.q_lengths = {150, 131};
-  extra.k_lengths = {170, 141};
-  extra.keep.assign(2 * 6, 0);
-  extra.dense_queries.assign(2 * 5, 0);
-  for (int64_t b = 0; b < 2; ++b) {
-    for (const int64_t j : {3, 100, 139}) set_mask_bit(extra.keep.data() + b * 6, j);
-    for (const int64_t i : {0, 77}) set_mask_bit(extra.dense_queries.data() + b * 5, i);
-  }
+TEST(SvooOnCpu, FollowsItsRulesFromQAndK) {
+  const Ragged ragged(kDim);
+  const Inputs& in = ragged.in;
+  Extra extra = ragged.extra;
   extra.place = {3, 20, 50};
   const TextFile profile("step,layer,head,density\n20,3,0,0.5\n20,3,1,0.01\n");
-  Shape shape = in.shape();
-  shape.dense_queries = true;
   const Context context(2);
   for (const double p : {0.3, 0.9, 1.0}) {
     Settings settings = method("svoo", {{"groups", "9"}, {"codes", "20"}, {"profile", profile.path()}});
     settings.rho = p;
-    const Plan plan(context, settings, shape);
+    const Plan plan(context, settings, ragged.shape());
     const Result result = run(plan, in, extra);
     expect_consistent(in, plan, result, extra);
     EXPECT_EQ(result.stats.iterations, 2);
@@ -108,18 +91,11 @@ TEST(Svoo, FollowsItsRulesFromQAndK) {
   }
 }
 
-struct State {
-  explicit State(const Plan& plan) : memory(static_cast<size_t>(plan.state_bytes) / sizeof(std::max_align_t) + 1) {
-    init_state(plan, memory.data());
-  }
-  std::vector<std::max_align_t> memory;
-};
-
 // From step 2 on every third step clusters; between them labels, codes, centroids and with them the selection stay, while
 // attention is that of the new q, k, v. So for K-means, whose clusterings start from the state.
 TEST(Svoo, ClustersAreReusedBetweenTheStepsThatMakeThem) {
-  const Context context(2);
-  for (const char* name : {"svoo", "scope", "scope-exact"}) {
+  const Context context = tested_context();
+  for (const char* name : {"svoo", "svg2", "scope", "scope-exact"}) {
     SCOPED_TRACE(name);
     const Settings settings = method(name, {{"partition", "even:1"},
                                             {"groups", "7"},
@@ -127,15 +103,16 @@ TEST(Svoo, ClustersAreReusedBetweenTheStepsThatMakeThem) {
                                             {"reuse_start", "2"},
                                             {"reuse_interval", "3"},
                                             {"dense_steps", "0"}});
+    if (!tested_has(settings)) continue;
     const Plan plan(context, settings, Inputs(2, 2, 120, 140, kDim, 1).shape());
     Settings fresh = settings;
     fresh.reuse_interval = 1;
     const Plan fresh_plan(context, fresh, plan.shape);
     const int64_t codes = std::string(name) == "scope-exact" ? 0 : round_up(2 * 2 * 140 * 4, 64);
     EXPECT_EQ(plan.state_bytes, fresh_plan.state_bytes + round_up(2 * 2 * 120 * 4, 64) + codes);
-    State state(plan);
+    OwnState own(plan);
     Extra extra;
-    extra.state = state.memory.data();
+    extra.state = &own.state;
     extra.q_lengths = {120, 90};
     extra.k_lengths = {140, 101};
     Result last;
@@ -159,14 +136,17 @@ TEST(Svoo, ClustersAreReusedBetweenTheStepsThatMakeThem) {
       if (reused) {
         EXPECT_EQ(last.sizes, now.sizes);
         EXPECT_EQ(last.heads[0].empty_codes, now.heads[0].empty_codes);
-        // Without a state, without a step, or told to start anew, every call clusters.
+        // Without a state, without a step, or with a state that forgot, every call clusters.
         Extra other = extra;
         other.place.step = -1;
-        State copy = state;
-        other.state = copy.memory.data();
+        OwnState copy(plan);
+        copy.state.load(nullptr, own.save());
+        other.state = &copy.state;
         EXPECT_NE(run(plan, in, other).stats.iterations, 0);
         other.place = extra.place;
-        other.start = Start::first;
+        copy.state.load(nullptr, own.save());
+        EXPECT_EQ(run(plan, in, other).stats.iterations, 0);
+        copy.state.set_filled(false);
         EXPECT_NE(run(plan, in, other).stats.iterations, 0);
         other.state = nullptr;
         EXPECT_NE(run(plan, in, other).stats.iterations, 0);
@@ -176,25 +156,32 @@ TEST(Svoo, ClustersAreReusedBetweenTheStepsThatMakeThem) {
   }
 }
 
-// Labels of other tokens, or bytes that are no labels, are not reused.
-TEST(Svoo, AStateOfOtherTokensIsNotReused) {
-  const Context context(1);
+// Labels of other tokens are not reused, and bytes that are no labels are not loaded.
+void expect_not_reused(const char* name) {
+  SCOPED_TRACE(name);
+  const Context context = tested_context(1);
   const Inputs in(1, 2, 120, 140, kDim, 1);
-  const Settings settings = method("svoo", {{"groups", "7"}, {"codes", "30"}, {"reuse_start", "0"}, {"dense_steps", "0"}});
+  const Settings settings = method(name, {{"groups", "7"},
+                                          {"codes", "30"},
+                                          {"first_iterations", "2"},
+                                          {"reuse_start", "0"},
+                                          {"reuse_interval", "40"},
+                                          {"dense_steps", "0"}});
+  if (!tested_has(settings)) return;
   const Plan plan(context, settings, in.shape());
-  State state(plan);
+  OwnState own(plan);
   Extra extra;
-  extra.state = state.memory.data();
+  extra.state = &own.state;
   extra.place = {1, 0, 10};
   run(plan, in, extra);
   extra.place.step = 1;
   EXPECT_EQ(run(plan, in, extra).stats.iterations, 0);
-  const State saved = state;
+  const std::vector<std::byte> saved = own.save();
   const auto clusters_again = [&](const Extra& with) {
     const Result result = run(plan, in, with);
     expect_consistent(in, plan, result, with);
-    state = saved;
-    return result.stats.iterations == 2 && !result.stats.warm;
+    own.state.load(nullptr, saved);
+    return result.stats.iterations == 2 && result.stats.warm == row(settings.group).warm;
   };
   Extra other = extra;
   other.q_lengths = {119};
@@ -206,22 +193,38 @@ TEST(Svoo, AStateOfOtherTokensIsNotReused) {
   other.keep.assign(5, 0);
   set_mask_bit(other.keep.data(), 17);
   EXPECT_TRUE(clusters_again(other));
-  for (const int32_t label : {-1, 30, INT32_MAX, INT32_MIN}) {
-    StateView(plan, state.memory.data(), 0).codes[140 + 5] = label;
-    EXPECT_TRUE(clusters_again(extra)) << label;
-    StateView(plan, state.memory.data(), 0).labels[120 + 5] = label;
-    EXPECT_TRUE(clusters_again(extra)) << label;
+  other = extra;
+  other.valid_keys.assign(5, ~0u);
+  EXPECT_FALSE(clusters_again(other));  // all of them
+  other.valid_keys[2] = ~4u;
+  EXPECT_TRUE(clusters_again(other));
+  other = extra;
+  other.valid_queries.assign(4, ~8u);
+  EXPECT_TRUE(clusters_again(other));
+  const StateLayout layout(plan);
+  for (const int32_t label : {-2, 30, INT32_MAX, INT32_MIN}) {
+    for (const int64_t at : {layout.codes + 4 * (140 + 5), layout.labels + 4 * (120 + 5)}) {
+      std::vector<std::byte> broken = saved;
+      std::memcpy(broken.data() + at, &label, sizeof label);
+      EXPECT_EQ(status_of([&] { own.state.load(nullptr, broken); }), Status::format) << label;
+      EXPECT_EQ(own.save(), saved);
+    }
   }
   EXPECT_FALSE(clusters_again(extra));
   // Nor is a state for other token counts, or without labels, taken.
   const Plan longer(context, settings, Inputs(1, 2, 121, 140, kDim, 1).shape());
-  EXPECT_EQ(status_of([&] { check_state(longer, state.memory.data()); }), Status::shape);
+  EXPECT_EQ(status_of([&] { own.state.check(longer); }), Status::shape);
   Settings always = settings;
   always.reuse_interval = 1;
-  EXPECT_EQ(status_of([&] { check_state(Plan(context, always, in.shape()), state.memory.data()); }), Status::shape);
+  EXPECT_EQ(status_of([&] { own.state.check(Plan(context, always, in.shape())); }), Status::shape);
 }
 
-TEST(Svoo, LeastSharesComeFromTheProfile) {
+TEST(Svoo, AStateOfOtherTokensIsNotReused) {
+  expect_not_reused("svoo");
+  expect_not_reused("svg2");
+}
+
+TEST(SvooOnCpu, LeastSharesComeFromTheProfile) {
   const TextFile file("step,layer,head,density\n7,2,0,0.17\n7,2,1,0.9\r\n7,3,0,0\n7,3,1,0.2\n");
   const Settings settings = method("svoo", {{"profile", file.path()}});
   EXPECT_EQ(get_setting(settings, "profile"), file.path());
@@ -237,7 +240,7 @@ TEST(Svoo, LeastSharesComeFromTheProfile) {
   EXPECT_EQ(least_share(none, {2, 7, 50}, 0), 0.1);
 }
 
-TEST(Svoo, RefusesProfilesThatAreNone) {
+TEST(SvooOnCpu, RefusesProfilesThatAreNone) {
   const auto said = [](const std::string& text) {
     const TextFile file(text);
     return refusal([&] { read_profile(file.path()); }, Status::format);
@@ -257,7 +260,7 @@ TEST(Svoo, RefusesProfilesThatAreNone) {
   EXPECT_NE(said(head + "0,2,0,0.5\n0,2,1,0.5\n0,3,1,0.5\n").find("layer 3 has 1 of 2 heads"), std::string::npos);
 }
 
-TEST(Svoo, RefusesProfilesOfAnotherModel) {
+TEST(SvooOnCpu, RefusesProfilesOfAnotherModel) {
   const Context context(1);
   const Inputs in(1, 2, 40, 40, kDim, 1);
   const auto plan = [&](const std::string& rows, std::initializer_list<std::pair<const char*, const char*>> more) {
@@ -276,7 +279,7 @@ TEST(Svoo, RefusesProfilesOfAnotherModel) {
   EXPECT_NE(plan(one + two, {{"layers", "3"}, {"dense_layers", "0"}}).find("layer 0"), std::string::npos);
 }
 
-TEST(Svoo, RefusesWhatDoesNotGoTogether) {
+TEST(SvooOnCpu, RefusesWhatDoesNotGoTogether) {
   const Context context(1);
   const Inputs in(1, 1, 40, 40, kDim, 1);
   const TextFile file("step,layer,head,density\n0,1,0,0.5\n");
@@ -295,7 +298,7 @@ TEST(Svoo, RefusesWhatDoesNotGoTogether) {
   EXPECT_EQ(said("svoo", {{"rule", "online"}}), "accepted");
 }
 
-TEST(Svoo, ModelsHaveTheirPublishedValues) {
+TEST(SvooOnCpu, ModelsHaveTheirPublishedValues) {
   struct {
     const char* model;
     double p, low, high;

@@ -11,7 +11,6 @@
 #include "core/numeric.h"
 #include "core/random.h"
 #include "cpu/kernels.h"
-#include "cuda/device.h"
 #include "io/safetensors.h"
 #include "methods/methods.h"
 #include "video/media.h"
@@ -148,6 +147,48 @@ TEST(VideoOnCpu, EveryLayerAndBranchHasItsOwnState) {
                        return dense;
                      }()),
             1e-5);
+}
+
+// The branches of guidance go on from one state under the methods that say so, and each from its own under the others.
+TEST(VideoOnCpu, BranchesShareStatesAsTheirMethodSays) {
+  const Case c = read_case("t2v_sharded");
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  const auto model = open_model(kCases + "t2v_sharded", *engine);
+  std::string sharing;
+  for (const Method& method : methods_table()) {
+    SCOPED_TRACE(method.name);
+    if (method.shares_branches) sharing += std::string(method.name) + " ";
+    Request request = c.request;
+    request.steps = 3;
+    request.settings = method.settings();
+    if (request.settings.dense) continue;
+    request.settings.groups = request.settings.codes = 4;
+    request.settings.q_block = request.settings.k_block = 4;
+    request.settings.rho = 0.4;
+    request.settings.alpha = 0;
+    request.settings.dense_layers = 0;
+    request.settings.dense_steps = 0;
+    request.settings.reuse_start = 0;
+    const bool warms = row(request.settings.group).warm && row(request.settings.group).iterates;
+    Method other = method;
+    other.shares_branches = !method.shares_branches;
+    std::vector<float> latents[2];
+    for (const Method* each : {&method, static_cast<const Method*>(&other)}) {
+      request.settings.method = each;
+      const Sample sample = generate(*model, request);
+      for (const CallReport& call : sample.calls) {
+        EXPECT_EQ(call.stats.reason, Reason::sparse);
+        if (call.step > 0) continue;
+        EXPECT_EQ(call.stats.warm, call.branch == 1 && each->shares_branches && warms)
+            << "layer " << call.layer << ", branch " << call.branch;
+      }
+      latents[each == &other] = sample.latent;
+    }
+    // Where no clustering starts from another (svoo), the steps that reuse one show whose it was.
+    EXPECT_EQ(latents[0] == latents[1], !warms && request.settings.reuse_interval == 1);
+  }
+  EXPECT_EQ(sharing, "svg2 svoo ");
 }
 
 TEST(VideoOnCpu, WatchedTensorsAreWhatAttentionTakes) {
@@ -581,7 +622,7 @@ TEST(VideoOnCpu, FramesAndTheFirstFrameAreInverse) {
 class VideoOnDevice : public testing::Test {
  protected:
   void SetUp() override {
-    if (cuda::devices().empty()) GTEST_SKIP() << "[GPU tests skipped]";
+    if (!test::testing_cuda() || !test::backend().present()) GTEST_SKIP() << "[GPU tests skipped]";
   }
 };
 
@@ -623,7 +664,7 @@ wan::Config write_random_model(const std::string& folder, bool image) {
 }
 
 TEST_F(VideoOnDevice, SamplesOfTheCpu) {
-  const Context cpu(2), gpu = Context::on_gpu(0);
+  const Context cpu(2), gpu(ContextOptions{.backend = "cuda"});
   for (const bool image : {false, true}) {
     const std::string folder = fs::temp_directory_path() / fmt::format("scope_video_gpu_{}", ::getpid());
     const wan::Config config = write_random_model(folder, image);
@@ -663,7 +704,7 @@ TEST_F(VideoOnDevice, SamplesOfTheCpu) {
 
 TEST_F(VideoOnDevice, BundledExampleIsReproduced) {
   const io::SafeTensors file = io::read_safetensors(kBundled + "/examples.safetensors");
-  const Context gpu = Context::on_gpu(0);
+  const Context gpu(ContextOptions{.backend = "cuda"});
   const auto engine = make_cuda_engine(gpu);
   const auto model = open_model(kBundled, *engine);
   Request request;

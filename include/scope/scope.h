@@ -1,14 +1,21 @@
 /* SCOPE: sparse attention for video diffusion transformers. The C ABI, and the only exported symbols.
  *
- *   scope_context_create      threads and instruction set; scope_context_create_cuda: a GPU
+ *   scope_context_create      what calls run on: a backend with its threads and instruction set, or its device
  *   scope_method_create/_set  what to compute: a method and its settings, by name and text
  *   scope_plan_create         shape + method -> how much workspace and state a call needs
+ *   scope_state_create        what one layer and CFG branch hands from call to call
  *   scope_run                 one attention call
  *
- * Every function returns a scope_status; 0 is success. On an error scope_last_error() says what was wrong with which
- * argument, on the calling thread, and no output has been written unless the function says otherwise. Nothing throws,
- * prints or exits. Handles: separate plans (each with its own context) run concurrently; calls that overlap on one plan or
- * on one context return SCOPE_ERROR_BUSY.
+ * Every function returns a scope_status unless it says otherwise; 0 is success. On an error scope_last_error() says what was
+ * wrong with which argument, on the calling thread, and no output has been written unless the function says otherwise.
+ * Nothing throws, prints or exits. Handles: separate plans (each with its own context) run concurrently; calls that overlap
+ * on one plan, context or state return SCOPE_ERROR_BUSY. After fork() the child cannot use contexts, plans and states of its
+ * parent: calls on them return SCOPE_ERROR_UNSUPPORTED. It may destroy them, and make its own.
+ *
+ * Every struct but scope_tensor grows at its end and begins with struct_size: zero-initialise it and set struct_size to its
+ * sizeof, outputs too. A library of the same MINOR version takes smaller structs of older headers (what they lack is 0) and
+ * larger ones of newer headers (what it does not know must be 0, or it is SCOPE_ERROR_UNSUPPORTED; in outputs it is set to
+ * 0).
  */
 #ifndef SCOPE_SCOPE_H
 #define SCOPE_SCOPE_H
@@ -21,10 +28,14 @@ extern "C" {
 #endif
 
 #define SCOPE_VERSION_MAJOR 0
-#define SCOPE_VERSION_MINOR 1
+#define SCOPE_VERSION_MINOR 2
 #define SCOPE_VERSION_PATCH 0
 
-#if defined(__GNUC__)
+#if defined(_WIN32) && defined(scope_EXPORTS) /* which CMake defines for the library's own sources */
+#define SCOPE_API __declspec(dllexport)
+#elif defined(_WIN32)
+#define SCOPE_API __declspec(dllimport)
+#elif defined(__GNUC__)
 #define SCOPE_API __attribute__((visibility("default")))
 #else
 #define SCOPE_API
@@ -51,7 +62,7 @@ typedef enum scope_status {
 
 typedef enum scope_dtype { SCOPE_F32 = 0, SCOPE_F16 = 1, SCOPE_BF16 = 2 } scope_dtype;
 
-/* Why a call ran as it did. */
+/* Why a call runs as it does. */
 typedef enum scope_reason {
   SCOPE_RAN_SPARSE = 0,
   SCOPE_RAN_DENSE_METHOD = 1,    /* the method is dense */
@@ -64,24 +75,31 @@ typedef enum scope_reason {
 typedef struct scope_context scope_context;
 typedef struct scope_method scope_method;
 typedef struct scope_plan scope_plan;
+typedef struct scope_state scope_state;
 
 /* ---- versions and errors ------------------------------------------------------------------------------------------ */
 
-SCOPE_API const char* scope_version(void); /* "0.1.0" */
+SCOPE_API const char* scope_version(void); /* "0.2.0" */
 SCOPE_API const char* scope_status_name(scope_status status);
-SCOPE_API const char* scope_last_error(void); /* this thread's last failure; "" before the first */
+/* This thread's last failure, "" before the first. The text lasts until the next call that fails on this thread. */
+SCOPE_API const char* scope_last_error(void);
 
-/* Before a plan is made: 1 if `backend` ("cpu" or "cuda") is there and takes this dtype and head dimension, 0 if not. */
+/* Before a context is made: 1 if `backend` ("cpu" or "cuda") is there and takes this dtype and head dimension, 0 if not. */
 SCOPE_API int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim);
 
 /* ---- context ------------------------------------------------------------------------------------------------------- */
 
-/* threads: 0 = one per core. instruction_set: NULL or "auto", "avx512", "avx2", "portable". */
-SCOPE_API scope_status scope_context_create(int32_t threads, const char* instruction_set, scope_context** context);
-SCOPE_API void scope_context_destroy(scope_context* context); /* NULL is fine; plans keep what they need alive */
-/* A GPU by its index: sm_80 or later, f16 and bf16, head dimensions that are multiples of 8 up to 128.
- * SCOPE_ERROR_UNSUPPORTED in a build without CUDA and on a machine without a GPU. See "calls on a GPU" below. */
-SCOPE_API scope_status scope_context_create_cuda(int32_t device, scope_context** context);
+typedef struct scope_context_options {
+  size_t struct_size;
+  const char* backend;         /* "cpu" or "cuda"; NULL: "cpu" */
+  int32_t threads;             /* of the host; 0: one per core */
+  int32_t device;              /* which one, from 0; a backend without devices ignores it */
+  const char* instruction_set; /* of the CPU: "avx512", "avx2" or "portable"; NULL or "auto": the best */
+} scope_context_options;
+
+/* options: NULL is all defaults. SCOPE_ERROR_UNSUPPORTED for a backend that this build or machine does not have. */
+SCOPE_API scope_status scope_context_create(const scope_context_options* options, scope_context** context);
+SCOPE_API void scope_context_destroy(scope_context* context); /* NULL is fine; plans and states keep what they need alive */
 /* What calls of this context run on: "avx512", "avx2" or "portable"; "sm_90" and the like on a GPU. */
 SCOPE_API const char* scope_context_instruction_set(const scope_context* context);
 
@@ -99,19 +117,44 @@ SCOPE_API scope_status scope_method_get(const scope_method* method, const char* 
                                         size_t* needed);
 /* rho, schedule and dense layers of a known video model, for example "wan2.1-t2v-14b". */
 SCOPE_API scope_status scope_method_apply_model(scope_method* method, const char* model);
-/* The table of settings: index from 0, SCOPE_ERROR_INVALID_ARGUMENT past the end. Defaults: scope_method_get of a new
- * method. */
-typedef struct scope_setting_info {
+
+/* The tables behind the names. index from 0; SCOPE_ERROR_INVALID_ARGUMENT past the end. The texts live as long as the
+ * library. */
+typedef struct scope_setting_info { /* defaults: scope_method_get of a new method */
+  size_t struct_size;
   const char* name;
-  const char* stage;
-  const char* values;
+  const char* stage;  /* whose choice it is */
+  const char* values; /* what it takes, for people */
   const char* help;
 } scope_setting_info;
 SCOPE_API scope_status scope_setting_at(int32_t index, scope_setting_info* info);
 
+typedef struct scope_method_info { /* its settings: scope_method_create, then scope_method_get */
+  size_t struct_size;
+  const char* name;
+  const char* help;
+  int32_t shares_branches; /* 1: the CFG branches of a layer share one state */
+  int32_t reserved;        /* 0 */
+} scope_method_info;
+SCOPE_API scope_status scope_method_at(int32_t index, scope_method_info* info);
+
+typedef struct scope_model_info { /* what it changes of a method: scope_method_apply_model, then scope_method_get */
+  size_t struct_size;
+  const char* name;
+  const char* help;
+  int64_t layers, heads, dim;
+  int64_t rope[3]; /* channels along T, H, W */
+  int64_t grid[3]; /* tokens along T, H, W at the usual size */
+  int64_t steps;   /* of its usual schedule */
+  double rho;
+  double dense_steps;  /* share of the steps */
+  int32_t warm_prefix; /* 1: its dense steps cluster */
+  int32_t reserved;    /* 0 */
+} scope_model_info;
+SCOPE_API scope_status scope_model_at(int32_t index, scope_model_info* info);
+
 /* ---- plan ---------------------------------------------------------------------------------------------------------- */
 
-/* Zero-initialise, set struct_size = sizeof(scope_shape), then fill in. */
 typedef struct scope_shape {
   size_t struct_size;
   int64_t batch, heads;
@@ -128,15 +171,18 @@ typedef struct scope_shape {
 } scope_shape;
 
 typedef struct scope_plan_info {
-  size_t struct_size; /* set it before the call */
+  size_t struct_size;
   int64_t workspace_bytes;
-  int64_t state_bytes; /* 0: the method keeps none */
-  int64_t groups;      /* query groups; 0 for dense */
-  int64_t codes;       /* codebook entries per subspace; 0 without encode */
+  int64_t state_bytes;  /* 0: the method keeps none */
+  int64_t report_bytes; /* see scope_run_args.report */
+  int64_t groups;       /* query groups; 0 for dense */
+  int64_t codes;        /* codebook entries per subspace; 0 without encode */
   int64_t subspaces;
   int64_t selection_groups; /* rows of a selection: groups, plus 1 with dense_queries */
   int64_t mask_words;       /* 32-bit words of one mask row: ceil(k_tokens / 32) */
   const char* kernel;       /* of attend: "avx512", "avx2" or "portable"; "wgmma" or "portable" on a GPU */
+  int32_t host_memory;      /* 1: tensors, workspaces and states are host memory; 0: the device's */
+  int32_t reserved;         /* 0 */
 } scope_plan_info;
 
 SCOPE_API scope_status scope_plan_create(scope_context* context, const scope_method* method, const scope_shape* shape,
@@ -144,14 +190,37 @@ SCOPE_API scope_status scope_plan_create(scope_context* context, const scope_met
 SCOPE_API void scope_plan_destroy(scope_plan* plan);
 SCOPE_API scope_status scope_plan_get_info(const scope_plan* plan, scope_plan_info* info);
 
-/* State: state_bytes of caller memory (device memory on a GPU) per (layer, CFG branch), at an address that is a multiple of
- * 16. Initialise it once (on a GPU this waits for the copy); saving it is copying it. docs/abi.md gives its layout. */
-SCOPE_API scope_status scope_state_init(const scope_plan* plan, void* state);
+/* What a call at this place would do, before it is made: *reason is a scope_reason; *clusters is 1 where a dense call with a
+ * state clusters all the same (setting warm_prefix), so that a host with a dense kernel of its own can use it elsewhere.
+ * Either may be NULL. layer, step and steps as in scope_run_args. */
+SCOPE_API scope_status scope_plan_reason(const scope_plan* plan, int64_t layer, int64_t step, int64_t steps, int32_t* reason,
+                                         int32_t* clusters);
+
+/* ---- state --------------------------------------------------------------------------------------------------------- */
+
+/* One per (layer, CFG branch), or per layer where the method shares branches: a handle over state_bytes of the caller's
+ * memory (the device's on a GPU) at a multiple of 16, which it initialises, waiting for the copy on a GPU. The memory must
+ * outlive it; plan and context need not. Calls with plans of the same shape and method may use it. */
+SCOPE_API scope_status scope_state_create(const scope_plan* plan, void* memory, scope_state** state);
+SCOPE_API void scope_state_destroy(scope_state* state); /* NULL is fine */
+/* The next call clusters anew, as the first did: for the next video. */
+SCOPE_API scope_status scope_state_reset(scope_state* state);
+/* 1: calls have filled it, and the next one starts from it. */
+SCOPE_API scope_status scope_state_filled(const scope_state* state, int32_t* filled);
+/* A call that is captured in a graph fills nothing yet: once the graph has run, the host says so with 1. 0 is
+ * scope_state_reset. */
+SCOPE_API scope_status scope_state_set_filled(scope_state* state, int32_t filled);
+/* Everything it holds as bytes of host memory, which a state of the same shape and method loads; both wait for `stream` (as
+ * in scope_run_args). *needed gets the bytes; a buffer of NULL and 0 only asks for them, one that is too small is refused. A
+ * load that is refused leaves the state as it was. */
+SCOPE_API scope_status scope_state_save(const scope_state* state, void* stream, void* buffer, size_t capacity,
+                                        size_t* needed);
+SCOPE_API scope_status scope_state_load(scope_state* state, void* stream, const void* buffer, size_t bytes);
 
 /* ---- calls --------------------------------------------------------------------------------------------------------- */
 
-/* A tensor [batch, heads, tokens, dim] of the plan's shape and dtype. Strides are in elements; the last one is 1, so
- * [batch, tokens, heads, dim] memory is {data, tokens*heads*dim, dim, heads*dim}. */
+/* A tensor [batch, heads, tokens, dim] of the plan's shape and dtype; this struct never grows. Strides are in elements; the
+ * last one is 1, so [batch, tokens, heads, dim] memory is {data, tokens*heads*dim, dim, heads*dim}. */
 typedef struct scope_tensor {
   void* data;
   int64_t batch_stride, head_stride, token_stride;
@@ -160,6 +229,7 @@ typedef struct scope_tensor {
 /* The selection format. Every pointer is optional; G = selection_groups, W = mask_words. Key j is bit j % 32 of word j / 32.
  * attend reads mask OR keep. Densely attending queries are the last group, its row all valid keys. */
 typedef struct scope_selection {
+  size_t struct_size;
   int32_t* labels;  /* [batch, heads, q_tokens] group of each query; -1: attends to nothing */
   int32_t* sizes;   /* [batch, heads, G] queries per group */
   int32_t* counts;  /* [batch, heads, G] keys per group = set bits of its mask row */
@@ -170,7 +240,9 @@ typedef struct scope_selection {
   int32_t* codes;   /* [subspaces, batch, heads, k_tokens]; -1: not encoded */
 } scope_selection;
 
+/* In an array, every element is as long as the struct_size of the first. */
 typedef struct scope_head_stats {
+  size_t struct_size;
   double density;        /* kept pairs / (queries x keys) among tokens that take part in selection; 1: ran dense */
   double total_density;  /* with always-kept keys and dense queries, over all valid pairs */
   double rho, alpha;     /* as used (rule=target solves rho and may lower alpha) */
@@ -182,58 +254,67 @@ typedef struct scope_head_stats {
 } scope_head_stats;
 
 typedef struct scope_call_stats {
-  scope_reason reason;           /* what ran, and why */
+  size_t struct_size;
+  int32_t reason;                /* a scope_reason: what ran, and why */
   int32_t warm;                  /* 1: every sample started from its state, or reused it */
   int32_t iterations;            /* K-means iterations run */
-  int32_t bf16_dots;             /* 1: attend used bf16 dot products */
+  int32_t reserved;              /* 0 */
+  const char* arithmetic;        /* of attend's products: "f32", "bf16" or "f16" */
   double density, total_density; /* means over heads */
   double check_seconds, group_seconds, encode_seconds, score_seconds, select_seconds, attend_seconds, total_seconds;
 } scope_call_stats;
 
-/* Where K-means starts. On the CPU AUTO reads the state. A GPU call cannot wait for that: with a state, say FIRST or WARM.
- */
-typedef enum scope_start { SCOPE_START_AUTO = 0, SCOPE_START_FIRST = 1, SCOPE_START_WARM = 2 } scope_start;
-
-/* Zero-initialise, set struct_size = sizeof(scope_run_args) and layer = step = -1 when there is no schedule. */
+/* Zero-initialise, set struct_size, and layer = step = -1 when there is no schedule. */
 typedef struct scope_run_args {
   size_t struct_size;
   scope_tensor q, k, v;
-  scope_tensor out;              /* may be q itself, not k or v; out.data == NULL: select only (v may be NULL too) */
+  scope_tensor out;              /* may be q itself; shares no element with q otherwise, nor with anything else of the call.
+                                    out.data == NULL: select only (v may be NULL too) */
   float* lse;                    /* [batch, heads, q_tokens] natural log-sum-exp; optional */
-  const int64_t* q_lengths;      /* [batch] valid queries, the rest is padding (zeros out); NULL: all */
-  const int64_t* k_lengths;      /* [batch] valid keys, the rest is attended by nobody; NULL: all */
+  float scale;                   /* of q k; 0: 1 / sqrt(dim) */
+  int32_t reserved;              /* 0 */
+  const int64_t* q_lengths;      /* [batch] queries from there on are padding (zeros out); NULL: none */
+  const int64_t* k_lengths;      /* [batch] keys from there on are padding, attended by nobody; NULL: none */
+  const uint32_t* valid_queries; /* [batch, ceil(q_tokens / 32)] 0: padding before the length too; NULL: none */
+  const uint32_t* valid_keys;    /* [batch, W] 0: padding before the length too; NULL: none */
   const uint32_t* keep;          /* [batch, W] keys that every query sees (text); optional */
   const uint32_t* dense_queries; /* [batch, ceil(q_tokens / 32)] queries that see every valid key; optional */
   int64_t layer;                 /* this call's layer; -1: no layer schedule */
   int64_t step, steps;           /* this call's denoising step of `steps`; -1: no step schedule */
-  void* state;                   /* initialised state; NULL: every call is a first call */
+  scope_state* state;            /* NULL: every call is a first call */
   void* workspace;
   int64_t workspace_bytes;
-  scope_selection selection;    /* optional outputs */
-  scope_call_stats* stats;      /* optional output */
-  scope_head_stats* head_stats; /* [batch, heads]; optional output */
-  void* stream;                 /* GPU: the cudaStream_t of everything the call does; NULL: the legacy default stream */
-  int32_t start;                /* a scope_start */
-  int32_t reserved;             /* 0 */
+  void* report; /* report_bytes at a multiple of 16 for what the call finds, where the workspace is; NULL:
+                   in the workspace, until the next call with it */
+  const scope_selection* selection; /* where to write the selection; optional */
+  scope_call_stats* stats;          /* optional output */
+  scope_head_stats* head_stats;     /* [batch, heads]; optional output */
+  void* stream;                     /* GPU: the cudaStream_t of everything the call does; NULL: the legacy default stream */
 } scope_run_args;
 
-/* Calls on a GPU: q, k, v, out, lse, the state, the workspace and the selection are device memory with 16-byte-aligned rows;
- * lengths, keep and dense_queries are host memory, read before the call returns. A call only enqueues work on `stream`:
- * it does not allocate, copy from the host or wait, and can be captured in a CUDA graph (FIRST and WARM are
- * different graphs). head_stats must be NULL; densities and times in *stats are NaN until scope_read_stats. */
+/* Calls on a GPU: q, k, v, out, lse, the state's memory, the workspace, the report and the selection are device memory with
+ * 16-byte-aligned rows; lengths and bitmasks are host memory, read before the call returns. A call only enqueues work on
+ * `stream`: it does not allocate, copy from the host or wait, and can be captured in a CUDA graph (a first call and one that
+ * starts from its state are different graphs). head_stats must be NULL; densities and times in *stats are NaN until
+ * scope_read_stats or scope_report_read. */
 
 /* One attention call: group, encode, score, select, attend; or dense where method or schedule say so. */
 SCOPE_API scope_status scope_run(scope_plan* plan, const scope_run_args* args);
 
 /* attend alone, on a selection from anywhere: args->selection's labels and mask (and keep, optional) are read. Labels out of
- * range and bits of keys past k_lengths are refused on the CPU; on a GPU such queries attend to nothing and such bits are
- * dropped. The state, schedule, keep, dense_queries and statistics of args are ignored. */
+ * range and bits of padding are refused on the CPU; on a GPU such queries attend to nothing and such bits are dropped. The
+ * state, schedule, keep, dense_queries, report and statistics of args are ignored. */
 SCOPE_API scope_status scope_run_selection(scope_plan* plan, const scope_run_args* args);
 
-/* What the last call with this plan, workspace and stream found: waits for the stream, completes *stats (which that call
- * filled; its times too, unless it was captured or replayed) and fills head_stats. Reports what a GPU call could only
- * discover: SCOPE_ERROR_NON_FINITE, or SCOPE_ERROR_INVALID_ARGUMENT for a warm call on an unfilled state. */
+/* What the last call with this plan, workspace (or report) and stream found: waits for the stream, completes *stats (which
+ * that call filled; its times too, unless it was captured or replayed) and fills head_stats. Reports what a GPU call could
+ * only discover: SCOPE_ERROR_NON_FINITE, or SCOPE_ERROR_INVALID_ARGUMENT for a warm call on an unfilled state. */
 SCOPE_API scope_status scope_read_stats(scope_plan* plan, const scope_run_args* args);
+
+/* The same, but for times, from a report that was copied to host memory: the reports of many calls need one wait. *stats as
+ * its call filled it; it and head_stats [batch, heads] may be NULL. */
+SCOPE_API scope_status scope_report_read(const scope_plan* plan, const void* report, scope_call_stats* stats,
+                                         scope_head_stats* head_stats);
 
 /* k_head = ceil(sum sizes[c] base_counts[c] / sum sizes[c]): the online per-head budget, from any proxy's base counts. */
 SCOPE_API scope_status scope_head_budget(const int32_t* sizes, const int32_t* base_counts, int64_t groups, int64_t* k_head);

@@ -2,44 +2,114 @@
 import ctypes as c
 
 F32, F16, BF16 = 0, 1, 2
-START_AUTO, START_FIRST, START_WARM = 0, 1, 2
+SPARSE, DENSE_METHOD, DENSE_LAYER, DENSE_STEP, DENSE_LAST_STEP, DENSE_NOTHING = range(6)  # reasons
 
 
-class Shape(c.Structure):
-    _fields_ = [("struct_size", c.c_size_t), ("batch", c.c_int64), ("heads", c.c_int64), ("q_tokens", c.c_int64),
-                ("k_tokens", c.c_int64), ("dim", c.c_int64), ("dtype", c.c_int), ("dense_queries", c.c_int32),
-                ("rope", c.c_int64 * 3), ("subspaces", c.c_int64), ("subspace_sizes", c.c_void_p), ("subspace_channels", c.c_void_p)]
+class Sized(c.Structure):
+    """A struct that begins with its own size."""
+
+    def __init__(self, **fields):
+        super().__init__(struct_size=c.sizeof(type(self)), **fields)
 
 
-class Info(c.Structure):
-    _fields_ = [("struct_size", c.c_size_t)] + [(name, c.c_int64) for name in (
-        "workspace_bytes", "state_bytes", "groups", "codes", "subspaces", "selection_groups", "mask_words")] + [("kernel", c.c_char_p)]
+def fields(*groups):
+    """struct_size, then the names in each (type, "names") group."""
+    return [("struct_size", c.c_size_t)] + [(name, kind) for kind, names in groups for name in names.split()]
+
+
+class ContextOptions(Sized):
+    _fields_ = fields((c.c_char_p, "backend"), (c.c_int32, "threads device"), (c.c_char_p, "instruction_set"))
+
+
+class SettingInfo(Sized):
+    _fields_ = fields((c.c_char_p, "name stage values help"))
+
+
+class MethodInfo(Sized):
+    _fields_ = fields((c.c_char_p, "name help"), (c.c_int32, "shares_branches reserved"))
+
+
+class ModelInfo(Sized):
+    _fields_ = fields((c.c_char_p, "name help"), (c.c_int64, "layers heads dim"), (c.c_int64 * 3, "rope grid"), (c.c_int64, "steps"),
+                      (c.c_double, "rho dense_steps"), (c.c_int32, "warm_prefix reserved"))
+
+
+class Shape(Sized):
+    _fields_ = fields((c.c_int64, "batch heads q_tokens k_tokens dim"), (c.c_int32, "dtype dense_queries"), (c.c_int64 * 3, "rope"),
+                      (c.c_int64, "subspaces"), (c.c_void_p, "subspace_sizes subspace_channels"))
+
+
+class PlanInfo(Sized):
+    _fields_ = fields((c.c_int64, "workspace_bytes state_bytes report_bytes groups codes subspaces selection_groups mask_words"),
+                      (c.c_char_p, "kernel"), (c.c_int32, "host_memory reserved"))
 
 
 class Tensor(c.Structure):
     _fields_ = [("data", c.c_void_p), ("batch_stride", c.c_int64), ("head_stride", c.c_int64), ("token_stride", c.c_int64)]
 
 
-class Selection(c.Structure):
-    _fields_ = [(name, c.c_void_p) for name in ("labels", "sizes", "counts", "mask", "keep", "centroids", "codebooks", "codes")]
+class Selection(Sized):
+    _fields_ = fields((c.c_void_p, "labels sizes counts mask keep centroids codebooks codes"))
 
 
-class Stats(c.Structure):
-    _fields_ = [("reason", c.c_int), ("warm", c.c_int32), ("iterations", c.c_int32), ("bf16_dots", c.c_int32)] + [
-        (name, c.c_double) for name in ("density", "total_density", "check", "group", "encode", "score", "select", "attend", "total")]
+class HeadStats(Sized):
+    _fields_ = fields((c.c_double, "density total_density rho alpha"),
+                      (c.c_int64, "k_head queries keys groups codes empty_groups empty_codes min_count max_count"))
 
 
-class HeadStats(c.Structure):
-    _fields_ = [(name, c.c_double) for name in ("density", "total_density", "rho", "alpha")] + [(name, c.c_int64) for name in (
-        "k_head", "queries", "keys", "groups", "codes", "empty_groups", "empty_codes", "min_count", "max_count")]
+class CallStats(Sized):
+    _fields_ = fields((c.c_int32, "reason warm iterations reserved"), (c.c_char_p, "arithmetic"), (c.c_double, "density total_density"),
+                      (c.c_double, "check_seconds group_seconds encode_seconds score_seconds select_seconds attend_seconds total_seconds"))
 
 
-class Args(c.Structure):
-    _fields_ = [("struct_size", c.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor)] + [
-        (name, c.c_void_p) for name in ("lse", "q_lengths", "k_lengths", "keep", "dense_queries")] + [
-        (name, c.c_int64) for name in ("layer", "step", "steps")] + [("state", c.c_void_p), ("workspace", c.c_void_p),
-        ("workspace_bytes", c.c_int64), ("selection", Selection), ("stats", c.c_void_p), ("head_stats", c.c_void_p),
-        ("stream", c.c_void_p), ("start", c.c_int32), ("reserved", c.c_int32)]
+class RunArgs(Sized):
+    _fields_ = fields((Tensor, "q k v out"), (c.c_void_p, "lse"), (c.c_float, "scale"), (c.c_int32, "reserved"),
+                      (c.c_void_p, "q_lengths k_lengths valid_queries valid_keys keep dense_queries"), (c.c_int64, "layer step steps"),
+                      (c.c_void_p, "state workspace"), (c.c_int64, "workspace_bytes"), (c.c_void_p, "report"),
+                      (c.POINTER(Selection), "selection"), (c.POINTER(CallStats), "stats"), (c.POINTER(HeadStats), "head_stats"),
+                      (c.c_void_p, "stream"))
+
+
+STATUS = object()  # what a function returns that raises instead
+
+
+def prototypes():
+    """(name, what it returns, its arguments), for every function of scope.h."""
+    handle, made, text, i32, i64 = c.c_void_p, c.POINTER(c.c_void_p), c.c_char_p, c.c_int32, c.c_int64
+    p = c.POINTER
+    return [
+        ("version", text, []),
+        ("status_name", text, [c.c_int]),
+        ("last_error", text, []),
+        ("supports", i32, [text, i32, i64]),
+        ("context_create", STATUS, [p(ContextOptions), made]),
+        ("context_destroy", None, [handle]),
+        ("context_instruction_set", text, [handle]),
+        ("method_create", STATUS, [text, made]),
+        ("method_destroy", None, [handle]),
+        ("method_set", STATUS, [handle, text, text]),
+        ("method_get", STATUS, [handle, text, c.c_void_p, c.c_size_t, p(c.c_size_t)]),
+        ("method_apply_model", STATUS, [handle, text]),
+        ("setting_at", STATUS, [i32, p(SettingInfo)]),
+        ("method_at", STATUS, [i32, p(MethodInfo)]),
+        ("model_at", STATUS, [i32, p(ModelInfo)]),
+        ("plan_create", STATUS, [handle, handle, p(Shape), made]),
+        ("plan_destroy", None, [handle]),
+        ("plan_get_info", STATUS, [handle, p(PlanInfo)]),
+        ("plan_reason", STATUS, [handle, i64, i64, i64, p(i32), p(i32)]),
+        ("state_create", STATUS, [handle, c.c_void_p, made]),
+        ("state_destroy", None, [handle]),
+        ("state_reset", STATUS, [handle]),
+        ("state_filled", STATUS, [handle, p(i32)]),
+        ("state_set_filled", STATUS, [handle, i32]),
+        ("state_save", STATUS, [handle, c.c_void_p, c.c_void_p, c.c_size_t, p(c.c_size_t)]),
+        ("state_load", STATUS, [handle, c.c_void_p, c.c_void_p, c.c_size_t]),
+        ("run", STATUS, [handle, p(RunArgs)]),
+        ("run_selection", STATUS, [handle, p(RunArgs)]),
+        ("read_stats", STATUS, [handle, p(RunArgs)]),
+        ("report_read", STATUS, [handle, c.c_void_p, p(CallStats), p(HeadStats)]),
+        ("head_budget", STATUS, [c.c_void_p, c.c_void_p, i64, p(i64)]),
+    ]
 
 
 class ScopeError(RuntimeError):
@@ -51,74 +121,165 @@ class ScopeError(RuntimeError):
 
 
 class LibScope:
-    """libscope.so, with every status checked."""
+    """libscope.so: its functions by their names without scope_, every status checked."""
 
-    VERSION = "0.1.0"
+    VERSION = "0.2."  # any library of this MINOR serves
 
     def __init__(self, path):
-        self.lib = c.CDLL(path)
-        self.lib.scope_last_error.restype = c.c_char_p
-        self.lib.scope_version.restype = c.c_char_p
-        found = self.lib.scope_version().decode()
-        if found != self.VERSION:
-            raise ImportError(f"{path} is version {found}, this package needs {self.VERSION}")
+        lib = c.CDLL(path)
+        lib.scope_version.restype = c.c_char_p
+        found = lib.scope_version().decode()
+        if not found.startswith(self.VERSION):
+            raise ImportError(f"{path} is version {found}, this package needs {self.VERSION}x")
+        for name, returns, arguments in prototypes():
+            function = getattr(lib, f"scope_{name}")
+            function.restype, function.argtypes = c.c_int if returns is STATUS else returns, arguments
+            setattr(self, name, self._checked(function) if returns is STATUS else function)
 
-    def check(self, status):
-        if status:
-            raise ScopeError(status, self.lib.scope_last_error().decode())
+    def _checked(self, function):
+        def call(*arguments):
+            status = function(*arguments)
+            if status:
+                raise ScopeError(status, self.last_error().decode())
+        return call
 
-    def plan(self, method="scope", settings=None, threads=0, gpu=None, **shape):
-        """A plan on the CPU, or on the GPU with index `gpu`."""
-        return Plan(self, method, settings or {}, threads, gpu, shape)
+    def _rows(self, at, info):
+        index = 0
+        while True:
+            row = info()
+            try:
+                at(index, row)
+            except ScopeError:
+                return
+            yield row
+            index += 1
+
+    def settings(self):
+        return list(self._rows(self.setting_at, SettingInfo))
+
+    def methods(self):
+        return list(self._rows(self.method_at, MethodInfo))
+
+    def models(self):
+        return list(self._rows(self.model_at, ModelInfo))
+
+    def plan(self, method="scope", settings=None, model=None, backend="cpu", device=0, threads=0, **shape):
+        """A plan on a backend; `model` is applied to the method before `settings`."""
+        return Plan(self, method, settings or {}, model, ContextOptions(backend=backend.encode(), device=device, threads=threads), shape)
 
 
 class Plan:
     """A context, a method and a plan. On the CPU it has a workspace of its own; a GPU caller brings device memory."""
 
-    def __init__(self, libscope, method, settings, threads, gpu, shape):
-        self.libscope, lib = libscope, libscope.lib
+    def __init__(self, libscope, method, settings, model, options, shape):
+        self.libscope = libscope
         self.context, self.method, self.handle = c.c_void_p(), c.c_void_p(), c.c_void_p()
-        if gpu is None:
-            libscope.check(lib.scope_context_create(threads, None, c.byref(self.context)))
-        else:
-            libscope.check(lib.scope_context_create_cuda(gpu, c.byref(self.context)))
-        libscope.check(lib.scope_method_create(method.encode(), c.byref(self.method)))
+        libscope.context_create(options, self.context)
+        libscope.method_create(method.encode(), self.method)
+        if model is not None:
+            libscope.method_apply_model(self.method, model.encode())
         for name, value in settings.items():
-            libscope.check(lib.scope_method_set(self.method, name.encode(), str(value).encode()))
+            libscope.method_set(self.method, name.encode(), str(value).encode())
         rope = shape.pop("rope", (0, 0, 0))
-        self.shape = Shape(struct_size=c.sizeof(Shape), rope=(c.c_int64 * 3)(*rope), **shape)
-        libscope.check(lib.scope_plan_create(self.context, self.method, c.byref(self.shape), c.byref(self.handle)))
-        self.info = Info(c.sizeof(Info))
-        libscope.check(lib.scope_plan_get_info(self.handle, c.byref(self.info)))
-        self.workspace = c.create_string_buffer(self.info.workspace_bytes) if gpu is None else None
+        self.shape = Shape(rope=(c.c_int64 * 3)(*rope), **shape)
+        libscope.plan_create(self.context, self.method, self.shape, self.handle)
+        self.info = PlanInfo()
+        libscope.plan_get_info(self.handle, self.info)
+        self.workspace = c.create_string_buffer(self.info.workspace_bytes) if self.info.host_memory else None
 
-    def init_state(self, address):
-        self.libscope.check(self.libscope.lib.scope_state_init(self.handle, c.c_void_p(address)))
+    def setting(self, name):
+        """A setting of the plan's method, as text."""
+        needed = c.c_size_t()
+        self.libscope.method_get(self.method, name.encode(), None, 0, needed)
+        text = c.create_string_buffer(needed.value)
+        self.libscope.method_get(self.method, name.encode(), text, needed.value, None)
+        return text.value.decode()
 
-    def arguments(self, **fields):
+    def reason(self, layer=-1, step=-1, steps=0):
+        """Why a call at this place runs as it does, and whether a dense one clusters all the same."""
+        reason, clusters = c.c_int32(), c.c_int32()
+        self.libscope.plan_reason(self.handle, layer, step, steps, reason, clusters)
+        return reason.value, bool(clusters.value)
+
+    def state(self, address=None):
+        """A state over `state_bytes` at `address`, which outlive it; on the CPU it can have memory of its own."""
+        return State(self, address)
+
+    def arguments(self, **values):
         """scope_run_args from its fields by name."""
         if self.workspace is not None:
-            fields = {"workspace": c.addressof(self.workspace), **fields}
-        return Args(**{"struct_size": c.sizeof(Args), "layer": -1, "step": -1, "workspace_bytes": self.info.workspace_bytes,
-                       **fields})
+            values = {"workspace": c.addressof(self.workspace), **values}
+        if isinstance(values.get("state"), State):
+            values["state"] = values["state"].handle
+        for name in ("selection", "stats"):
+            if isinstance(values.get(name), Sized):
+                values[name] = c.pointer(values[name])
+        return RunArgs(**{"layer": -1, "step": -1, "workspace_bytes": self.info.workspace_bytes, **values})
 
-    def run(self, **fields):
+    def run(self, **values):
         """One call; returns its statistics. On a GPU densities and times are NaN: use launch and read_stats there."""
-        stats = Stats()
-        self.launch(self.arguments(stats=c.addressof(stats), **fields))
+        stats = CallStats()
+        self.launch(self.arguments(stats=stats, **values))
         return stats
 
     def launch(self, arguments):
-        self.libscope.check(self.libscope.lib.scope_run(self.handle, c.byref(arguments)))
+        self.libscope.run(self.handle, arguments)
 
     def launch_selection(self, arguments):
-        self.libscope.check(self.libscope.lib.scope_run_selection(self.handle, c.byref(arguments)))
+        self.libscope.run_selection(self.handle, arguments)
 
     def read_stats(self, arguments):
-        self.libscope.check(self.libscope.lib.scope_read_stats(self.handle, c.byref(arguments)))
+        self.libscope.read_stats(self.handle, arguments)
+
+    def head_stats(self):
+        """An array that a call can fill, one element per sample and head."""
+        count = self.shape.batch * self.shape.heads
+        return (HeadStats * count)(*(HeadStats() for _ in range(count)))
+
+    def read_report(self, report, stats):
+        """Completes the statistics of a call from the host's copy of its report; returns those of its heads."""
+        heads = self.head_stats()
+        self.libscope.report_read(self.handle, report, stats, heads)
+        return heads
 
     def __del__(self):
-        lib = self.libscope.lib
-        lib.scope_plan_destroy(self.handle)
-        lib.scope_method_destroy(self.method)
-        lib.scope_context_destroy(self.context)
+        self.libscope.plan_destroy(self.handle)
+        self.libscope.method_destroy(self.method)
+        self.libscope.context_destroy(self.context)
+
+
+class State:
+    """What one layer and CFG branch hands from call to call."""
+
+    def __init__(self, plan, address):
+        self.libscope, self.handle = plan.libscope, c.c_void_p()
+        if address is None:
+            self.memory = c.create_string_buffer(plan.info.state_bytes + 15)
+            address = -(-c.addressof(self.memory) // 16) * 16
+        self.libscope.state_create(plan.handle, address, self.handle)
+
+    @property
+    def filled(self):
+        filled = c.c_int32()
+        self.libscope.state_filled(self.handle, filled)
+        return bool(filled.value)
+
+    @filled.setter
+    def filled(self, value):
+        self.libscope.state_set_filled(self.handle, int(value))
+
+    def reset(self):
+        self.libscope.state_reset(self.handle)
+
+    def save(self, stream=None):
+        needed = c.c_size_t()
+        self.libscope.state_save(self.handle, stream, None, 0, needed)
+        saved = c.create_string_buffer(needed.value)
+        self.libscope.state_save(self.handle, stream, saved, needed.value, None)
+        return saved.raw
+
+    def load(self, saved, stream=None):
+        self.libscope.state_load(self.handle, stream, saved, len(saved))
+
+    def __del__(self):
+        self.libscope.state_destroy(self.handle)

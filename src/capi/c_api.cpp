@@ -1,35 +1,37 @@
 // The C ABI: checks pointers, translates structs and exceptions, and nothing else.
+#include <unistd.h>
+
 #include <atomic>
-#include <cstring>
 #include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
-#include "cuda/device.h"
-#include "methods/methods.h"
-#include "methods/models.h"
-#include "pipeline/call.h"
-#include "scope/scope.h"
+#include "capi/structs.h"
+#include "capi/translate.h"
+#include "stages/backends.h"
 
 using scope::Error;
 using scope::fail;
 using scope::require;
 using scope::Status;
-
-static_assert(static_cast<int>(Status::invalid_argument) == SCOPE_ERROR_INVALID_ARGUMENT);
-static_assert(static_cast<int>(Status::non_finite) == SCOPE_ERROR_NON_FINITE);
-static_assert(static_cast<int>(Status::internal) == SCOPE_ERROR_INTERNAL);
-static_assert(static_cast<int>(scope::DType::bf16) == SCOPE_BF16 && static_cast<int>(scope::DType::f16) == SCOPE_F16);
-static_assert(static_cast<int>(scope::Reason::nothing_to_select) == SCOPE_RAN_DENSE_NOTHING);
+using namespace scope::capi;
 
 namespace {
 
-// A context is shared by its plans, so destroying the handle first is safe.
+// A context is shared by its plans and states, so destroying the handle first is safe.
 struct SharedContext {
-  explicit SharedContext(scope::Context made) : context(std::move(made)) {}
   scope::Context context;
+  pid_t process = getpid();
   std::atomic_flag busy;
 };
+
+std::shared_ptr<SharedContext> share(const scope::ContextOptions& options) {
+  // In a forked child the threads to be joined do not exist: the memory stays with the process.
+  return {new SharedContext{.context = scope::Context(options), .busy = {}}, [](SharedContext* shared) {
+            if (shared->process == getpid()) delete shared;
+          }};
+}
 
 }  // namespace
 
@@ -44,6 +46,12 @@ struct scope_method {
 struct scope_plan {
   std::shared_ptr<SharedContext> shared;
   scope::Plan plan;
+};
+
+struct scope_state {
+  std::shared_ptr<SharedContext> shared;
+  scope::State state;
+  mutable std::atomic_flag busy;
 };
 
 namespace {
@@ -80,20 +88,30 @@ void need(const void* pointer, const char* name) {
   require(pointer != nullptr, Status::invalid_argument, "{}: got null, expected a pointer", name);
 }
 
-// A struct begins with its own size, so that a caller built against an older header is recognised.
-template <class T>
-void need_struct(const T* value, const char* name) {
-  need(value, name);
-  require(value->struct_size == sizeof(T), Status::invalid_argument, "{}.struct_size: got {}, expected {} (sizeof it)", name,
-          value->struct_size, sizeof(T));
+// A context, plan or state that this process made.
+template <class Handle>
+void need_handle(const Handle* handle, const char* name) {
+  need(handle, name);
+  require(handle->shared->process == getpid(), Status::unsupported,
+          "{}: it was made before fork(), and its threads are the parent's; make one in this process", name);
 }
 
-// One call at a time on a context: its threads are not shared.
+template <class Row, class Info>
+void read_row(std::span<const Row> table, int32_t index, Info* to, Info (*from)(const Row&)) {
+  struct_size(to, "info");
+  require(index >= 0 && index < static_cast<int32_t>(table.size()), Status::invalid_argument,
+          "index: got {}, expected 0..{}", index, table.size() - 1);
+  write_struct(from(table[static_cast<size_t>(index)]), to);
+}
+
+// One call at a time on a context, whose threads are not shared, and on a state.
 class Busy {
  public:
-  explicit Busy(std::atomic_flag& flag) : flag_(flag) {
-    if (flag_.test_and_set()) fail(Status::busy, "plan: another call is running on it or on its context");
+  Busy(std::atomic_flag& flag, const char* message) : flag_(flag) {
+    if (flag_.test_and_set()) fail(Status::busy, "{}", message);
   }
+  explicit Busy(const scope_plan& plan) : Busy(plan.shared->busy, "plan: another call is running on it or on its context") {}
+  explicit Busy(const scope_state& state) : Busy(state.busy, "state: another call is using it") {}
   ~Busy() { flag_.clear(); }
   Busy(const Busy&) = delete;
   Busy& operator=(const Busy&) = delete;
@@ -102,135 +120,63 @@ class Busy {
   std::atomic_flag& flag_;
 };
 
-scope::DType to_dtype(int32_t dtype) {
-  require(dtype >= SCOPE_F32 && dtype <= SCOPE_BF16, Status::dtype,
-          "dtype: got {}, expected SCOPE_F32, SCOPE_F16 or SCOPE_BF16", dtype);
-  return static_cast<scope::DType>(dtype);
-}
-
-scope::Shape to_shape(const scope_shape& from) {
-  scope::Shape shape{.batch = from.batch,
-                     .heads = from.heads,
-                     .q_tokens = from.q_tokens,
-                     .k_tokens = from.k_tokens,
-                     .dim = from.dim,
-                     .dtype = to_dtype(from.dtype),
-                     .rope = {},
-                     .subspaces = {},
-                     .dense_queries = from.dense_queries != 0};
-  if (from.rope[0] != 0 || from.rope[1] != 0 || from.rope[2] != 0) shape.rope.assign(from.rope, from.rope + 3);
-  require(from.subspaces >= 0 && from.subspaces <= 256, Status::shape, "subspaces: got {}, expected 0..256", from.subspaces);
-  if (from.subspaces == 0) return shape;
-  need(from.subspace_sizes, "subspace_sizes");
-  need(from.subspace_channels, "subspace_channels");
-  const int32_t* channels = from.subspace_channels;
-  int64_t left = from.dim;
-  for (int64_t m = 0; m < from.subspaces; ++m) {
-    const int64_t size = from.subspace_sizes[m];
-    require(size >= 1 && size <= left, Status::shape, "subspace_sizes[{}]: got {}, expected 1..{} (the sets cover dim once)",
-            m, size, left);
-    shape.subspaces.emplace_back(channels, channels + size);
-    channels += size;
-    left -= size;
+// A caller's statistics: their sizes are checked before a call, and they are written after it.
+class Statistics {
+ public:
+  Statistics(const scope::Plan& plan, scope_call_stats* stats, scope_head_stats* heads) : stats_(stats), heads_(heads) {
+    if (stats != nullptr) struct_size(stats, "stats");
+    if (heads == nullptr) return;
+    struct_size(heads, "head_stats");
+    of_heads_.resize(static_cast<size_t>(plan.shape.batch * plan.shape.heads));
   }
-  return shape;
-}
+  // As the call that is asked about filled them.
+  void read() {
+    if (stats_ == nullptr) return;
+    scope_call_stats before{};
+    std::memcpy(&before, stats_, std::min(stats_->struct_size, sizeof before));
+    of_call_ = to_stats(before);
+  }
+  scope::CallStats* stats() { return stats_ == nullptr ? nullptr : &of_call_; }
+  scope::HeadStats* heads() { return heads_ == nullptr ? nullptr : of_heads_.data(); }
+  void write() const {
+    if (stats_ != nullptr) write_struct(from_stats(of_call_), stats_);
+    for (size_t i = 0; i < of_heads_.size(); ++i) write_element(from_stats(of_heads_[i]), heads_, i);
+  }
 
-template <class View>
-View to_view(const scope_tensor& from, const scope::Shape& shape, int64_t tokens) {
-  return {from.data, shape.dtype,       shape.batch,      shape.heads,      tokens,
-          shape.dim, from.batch_stride, from.head_stride, from.token_stride};
-}
+ private:
+  scope_call_stats* stats_;
+  scope_head_stats* heads_;
+  scope::CallStats of_call_;
+  std::vector<scope::HeadStats> of_heads_;
+};
 
-scope::CallArgs to_args(const scope::Plan& plan, const scope_run_args& from) {
-  const scope::Shape& shape = plan.shape;
-  scope::CallArgs args;
-  args.q = to_view<scope::TensorView>(from.q, shape, shape.q_tokens);
-  args.k = to_view<scope::TensorView>(from.k, shape, shape.k_tokens);
-  args.v = to_view<scope::TensorView>(from.v, shape, shape.k_tokens);
-  args.out = to_view<scope::MutableTensorView>(from.out, shape, shape.q_tokens);
-  args.lse = from.lse;
-  args.q_lengths = from.q_lengths;
-  args.k_lengths = from.k_lengths;
-  args.keep = from.keep;
-  args.dense_queries = from.dense_queries;
-  args.place = {from.layer, from.step, from.steps};
-  args.state = from.state;
-  require(from.reserved == 0, Status::invalid_argument, "reserved: got {}, expected 0", from.reserved);
-  require(from.start >= SCOPE_START_AUTO && from.start <= SCOPE_START_WARM, Status::invalid_argument,
-          "start: got {}, expected SCOPE_START_AUTO, _FIRST or _WARM", from.start);
-  args.start = static_cast<scope::Start>(from.start);
-  args.stream = from.stream;
-  args.workspace = from.workspace;
-  args.workspace_bytes = from.workspace_bytes;
-  return args;
-}
-
-void require_aligned(const void* state) {
-  require(reinterpret_cast<uintptr_t>(state) % 16 == 0, Status::alignment, "state: address {} is not a multiple of 16",
-          state);
-}
-
-scope_call_stats to_stats(const scope::CallStats& s) {
-  return {.reason = static_cast<scope_reason>(s.reason),
-          .warm = s.warm ? 1 : 0,
-          .iterations = s.iterations,
-          .bf16_dots = std::strcmp(s.arithmetic, "bf16") == 0 ? 1 : 0,
-          .density = s.density,
-          .total_density = s.total_density,
-          .check_seconds = s.check,
-          .group_seconds = s.group,
-          .encode_seconds = s.encode,
-          .score_seconds = s.score,
-          .select_seconds = s.select,
-          .attend_seconds = s.attend,
-          .total_seconds = s.total};
-}
-
-scope::CallStats from_stats(const scope_call_stats& s) {
-  scope::CallStats stats;
-  stats.reason = static_cast<scope::Reason>(s.reason);
-  stats.warm = s.warm != 0;
-  stats.iterations = s.iterations;
-  stats.arithmetic = s.bf16_dots != 0 ? "bf16" : "";
-  stats.density = s.density;
-  stats.total_density = s.total_density;
-  stats.check = s.check_seconds;
-  stats.group = s.group_seconds;
-  stats.encode = s.encode_seconds;
-  stats.score = s.score_seconds;
-  stats.select = s.select_seconds;
-  stats.attend = s.attend_seconds;
-  stats.total = s.total_seconds;
-  return stats;
-}
-
-std::vector<scope::HeadStats> make_heads(const scope_plan& plan, const scope_run_args& args) {
-  const scope::Shape& shape = plan.plan.shape;
-  return std::vector<scope::HeadStats>(args.head_stats == nullptr ? 0 : static_cast<size_t>(shape.batch * shape.heads));
-}
-
-scope_head_stats to_stats(const scope::HeadStats& h) {
-  return {.density = h.density,
-          .total_density = h.total_density,
-          .rho = h.rho,
-          .alpha = h.alpha,
-          .k_head = h.head_budget,
-          .queries = h.queries,
-          .keys = h.keys,
-          .groups = h.groups,
-          .codes = h.codes,
-          .empty_groups = h.empty_groups,
-          .empty_codes = h.empty_codes,
-          .min_count = h.min_count,
-          .max_count = h.max_count};
+// Runs `body` with everything of a call but its selection, while no other call uses the plan or the state.
+template <class Body>
+void with_call(scope_plan* plan, const scope_run_args& from, Statistics& statistics, Body body) {
+  const Busy busy(*plan);
+  scope::CallArgs call = to_args(plan->plan, from);
+  call.stats = statistics.stats();
+  call.head_stats = statistics.heads();
+  if (from.state == nullptr) {
+    body(call);
+  } else {
+    need_handle(from.state, "state");
+    const Busy state_busy(*from.state);
+    call.state = &from.state->state;
+    body(call);
+  }
+  statistics.write();
 }
 
 }  // namespace
 
 extern "C" {
 
-const char* scope_version(void) { return "0.1.0"; }
+#define SCOPE_TEXT_(x) #x
+#define SCOPE_TEXT(x) SCOPE_TEXT_(x)
+const char* scope_version(void) {
+  return SCOPE_TEXT(SCOPE_VERSION_MAJOR) "." SCOPE_TEXT(SCOPE_VERSION_MINOR) "." SCOPE_TEXT(SCOPE_VERSION_PATCH);
+}
 
 const char* scope_status_name(scope_status status) {
   static const char* const kNames[] = {"ok",          "invalid argument", "shape",     "dtype",         "alignment",
@@ -244,30 +190,24 @@ const char* scope_last_error(void) { return last_error.c_str(); }
 
 int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim) {
   if (backend == nullptr || dtype < SCOPE_F32 || dtype > SCOPE_BF16 || dim < 1) return 0;
-  if (std::strcmp(backend, "cpu") == 0) return dim <= 256 ? 1 : 0;
-  if (std::strcmp(backend, "cuda") != 0 || dtype == SCOPE_F32 || dim > 128 || dim % 8 != 0) return 0;
   try {
-    for (const auto& device : scope::cuda::devices()) {
-      if (device.major >= 8) return 1;
+    for (const scope::Backend* each : scope::backends()) {
+      const scope::Capabilities& can = each->can;
+      if (std::strcmp(backend, each->name) != 0) continue;
+      const bool takes =
+          can.dtypes.has(static_cast<scope::DType>(dtype)) && dim <= can.most_dim && dim % can.dim_multiple == 0;
+      return takes && each->present() ? 1 : 0;
     }
-  } catch (...) {  // no memory for the list: nothing is supported
+  } catch (...) {  // no memory to look: nothing is supported
   }
   return 0;
 }
 
-scope_status scope_context_create(int32_t threads, const char* instruction_set, scope_context** context) {
+scope_status scope_context_create(const scope_context_options* options, scope_context** context) {
   return guarded([&] {
     need(context, "context");
-    auto shared =
-        std::make_shared<SharedContext>(scope::Context(threads, instruction_set == nullptr ? "auto" : instruction_set));
-    *context = new scope_context{std::move(shared)};
-  });
-}
-
-scope_status scope_context_create_cuda(int32_t device, scope_context** context) {
-  return guarded([&] {
-    need(context, "context");
-    *context = new scope_context{std::make_shared<SharedContext>(scope::Context::on_gpu(device, 1))};
+    *context =
+        new scope_context{share(options == nullptr ? scope::ContextOptions{} : to_options(read_struct(options, "options")))};
   });
 }
 
@@ -319,24 +259,25 @@ scope_status scope_method_apply_model(scope_method* method, const char* model) {
 }
 
 scope_status scope_setting_at(int32_t index, scope_setting_info* info) {
-  return guarded([&] {
-    need(info, "info");
-    const auto table = scope::settings_table();
-    require(index >= 0 && index < static_cast<int32_t>(table.size()), Status::invalid_argument,
-            "index: got {}, expected 0..{}", index, table.size() - 1);
-    const scope::Setting& setting = table[static_cast<size_t>(index)];
-    *info = {setting.name, setting.stage, setting.values, setting.help};
-  });
+  return guarded([&] { read_row(scope::settings_table(), index, info, from_setting); });
+}
+
+scope_status scope_method_at(int32_t index, scope_method_info* info) {
+  return guarded([&] { read_row(scope::methods_table(), index, info, from_method); });
+}
+
+scope_status scope_model_at(int32_t index, scope_model_info* info) {
+  return guarded([&] { read_row(scope::models_table(), index, info, from_model); });
 }
 
 scope_status scope_plan_create(scope_context* context, const scope_method* method, const scope_shape* shape,
                                scope_plan** plan) {
   return guarded([&] {
-    need(context, "context");
+    need_handle(context, "context");
     need(method, "method");
-    need_struct(shape, "shape");
     need(plan, "plan");
-    *plan = new scope_plan{context->shared, scope::Plan(context->shared->context, method->settings, to_shape(*shape))};
+    const scope::Shape sizes = to_shape(read_struct(shape, "shape"));
+    *plan = new scope_plan{context->shared, scope::Plan(context->shared->context, method->settings, sizes)};
   });
 }
 
@@ -344,79 +285,124 @@ void scope_plan_destroy(scope_plan* plan) { delete plan; }
 
 scope_status scope_plan_get_info(const scope_plan* plan, scope_plan_info* info) {
   return guarded([&] {
-    need(plan, "plan");
-    need_struct(info, "info");
-    const scope::Plan& p = plan->plan;
-    *info = {sizeof(scope_plan_info),
-             p.workspace_bytes,
-             p.state_bytes,
-             p.groups,
-             p.codes,
-             static_cast<int64_t>(p.partition.size()),
-             p.selection_groups,
-             scope::mask_words(p.shape.k_tokens),
-             p.kernel()};
+    need_handle(plan, "plan");
+    struct_size(info, "info");
+    write_struct(from_plan(plan->plan), info);
   });
 }
 
-scope_status scope_state_init(const scope_plan* plan, void* state) {
+scope_status scope_plan_reason(const scope_plan* plan, int64_t layer, int64_t step, int64_t steps, int32_t* reason,
+                               int32_t* clusters) {
   return guarded([&] {
-    need(plan, "plan");
+    need_handle(plan, "plan");
+    const scope::Settings& settings = plan->plan.settings;
+    const scope::Reason found = scope::schedule(settings, {layer, step, steps});
+    if (reason != nullptr) *reason = static_cast<int32_t>(found);
+    if (clusters != nullptr) *clusters = scope::clusters_in_prefix(settings, found) ? 1 : 0;
+  });
+}
+
+scope_status scope_state_create(const scope_plan* plan, void* memory, scope_state** state) {
+  return guarded([&] {
+    need_handle(plan, "plan");
+    need(memory, "memory");
     need(state, "state");
-    require_aligned(state);
-    require(plan->plan.state_bytes > 0, Status::invalid_argument, "plan: method dense keeps no state");
-    scope::init_state(plan->plan, state);
+    require(reinterpret_cast<uintptr_t>(memory) % 16 == 0, Status::alignment, "memory: address {} is not a multiple of 16",
+            memory);
+    require(plan->plan.state_bytes > 0, Status::invalid_argument, "plan: its method keeps no state");
+    *state = new scope_state{plan->shared, scope::State(plan->plan, memory), {}};
+  });
+}
+
+void scope_state_destroy(scope_state* state) { delete state; }
+
+scope_status scope_state_reset(scope_state* state) { return scope_state_set_filled(state, 0); }
+
+scope_status scope_state_filled(const scope_state* state, int32_t* filled) {
+  return guarded([&] {
+    need_handle(state, "state");
+    need(filled, "filled");
+    const Busy busy(*state);
+    *filled = state->state.filled() ? 1 : 0;
+  });
+}
+
+scope_status scope_state_set_filled(scope_state* state, int32_t filled) {
+  return guarded([&] {
+    need_handle(state, "state");
+    const Busy busy(*state);
+    state->state.set_filled(filled != 0);
+  });
+}
+
+scope_status scope_state_save(const scope_state* state, void* stream, void* buffer, size_t capacity, size_t* needed) {
+  return guarded([&] {
+    need_handle(state, "state");
+    const Busy busy(*state);
+    const auto bytes = static_cast<size_t>(state->state.bytes());
+    if (needed != nullptr) *needed = bytes;
+    if (buffer == nullptr && capacity == 0) return;
+    need(buffer, "buffer");
+    require(capacity >= bytes, Status::invalid_argument, "capacity: got {}, the state needs {}", capacity, bytes);
+    state->state.save(stream, static_cast<std::byte*>(buffer));
+  });
+}
+
+scope_status scope_state_load(scope_state* state, void* stream, const void* buffer, size_t bytes) {
+  return guarded([&] {
+    need_handle(state, "state");
+    need(buffer, "buffer");
+    const Busy busy(*state);
+    state->state.load(stream, {static_cast<const std::byte*>(buffer), bytes});
   });
 }
 
 scope_status scope_run(scope_plan* plan, const scope_run_args* args) {
   return guarded([&] {
-    need(plan, "plan");
-    need_struct(args, "args");
-    const Busy busy(plan->shared->busy);
-    require_aligned(args->state);
-    scope::CallArgs call = to_args(plan->plan, *args);
-    const scope_selection& s = args->selection;
-    call.selection = {s.labels, s.sizes, s.counts, s.mask, s.keep, s.centroids, s.codebooks, s.codes};
-    scope::CallStats stats;
-    std::vector<scope::HeadStats> heads = make_heads(*plan, *args);
-    call.stats = args->stats == nullptr ? nullptr : &stats;
-    call.head_stats = heads.empty() ? nullptr : heads.data();
-    scope::call(plan->plan, call);
-    if (args->stats != nullptr) *args->stats = to_stats(stats);
-    for (size_t i = 0; i < heads.size(); ++i) args->head_stats[i] = to_stats(heads[i]);
+    need_handle(plan, "plan");
+    const scope_run_args from = read_struct(args, "args");
+    Statistics statistics(plan->plan, from.stats, from.head_stats);
+    with_call(plan, from, statistics, [&](scope::CallArgs& call) {
+      if (from.selection != nullptr) call.selection = to_selection(read_struct(from.selection, "selection"));
+      scope::call(plan->plan, call);
+    });
   });
 }
 
 scope_status scope_read_stats(scope_plan* plan, const scope_run_args* args) {
   return guarded([&] {
-    need(plan, "plan");
-    need_struct(args, "args");
-    const Busy busy(plan->shared->busy);
-    scope::CallArgs call = to_args(plan->plan, *args);
-    scope::CallStats stats;
-    std::vector<scope::HeadStats> heads = make_heads(*plan, *args);
-    if (args->stats != nullptr) {
-      stats = from_stats(*args->stats);
-      call.stats = &stats;
-    }
-    call.head_stats = heads.empty() ? nullptr : heads.data();
-    scope::read_stats(plan->plan, call);
-    if (args->stats != nullptr) *args->stats = to_stats(stats);
-    for (size_t i = 0; i < heads.size(); ++i) args->head_stats[i] = to_stats(heads[i]);
+    need_handle(plan, "plan");
+    const scope_run_args from = read_struct(args, "args");
+    Statistics statistics(plan->plan, from.stats, from.head_stats);
+    statistics.read();
+    with_call(plan, from, statistics, [&](scope::CallArgs& call) { scope::read_stats(plan->plan, call); });
+  });
+}
+
+scope_status scope_report_read(const scope_plan* plan, const void* report, scope_call_stats* stats,
+                               scope_head_stats* head_stats) {
+  return guarded([&] {
+    need_handle(plan, "plan");
+    need(report, "report");
+    Statistics statistics(plan->plan, stats, head_stats);
+    statistics.read();
+    scope::read_report(plan->plan, report, statistics.stats(), statistics.heads());
+    statistics.write();
   });
 }
 
 scope_status scope_run_selection(scope_plan* plan, const scope_run_args* args) {
   return guarded([&] {
-    need(plan, "plan");
-    need_struct(args, "args");
-    const Busy busy(plan->shared->busy);
-    const scope_selection& s = args->selection;
-    scope::CallArgs call = to_args(plan->plan, *args);
-    call.state = nullptr;
-    call.keep = call.dense_queries = nullptr;
-    scope::attend_selected(plan->plan, call, {s.labels, s.mask, s.keep});
+    need_handle(plan, "plan");
+    scope_run_args from = read_struct(args, "args");
+    const scope_selection selection = read_struct(from.selection, "selection");
+    from.state = nullptr;
+    from.keep = from.dense_queries = nullptr;
+    from.report = nullptr;
+    Statistics none(plan->plan, nullptr, nullptr);
+    with_call(plan, from, none, [&](scope::CallArgs& call) {
+      scope::attend_selected(plan->plan, call, {selection.labels, selection.mask, selection.keep});
+    });
   });
 }
 

@@ -4,11 +4,7 @@
 #include <array>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define SCOPE_HOST_DEVICE __host__ __device__
-#else
-#define SCOPE_HOST_DEVICE
-#endif
+#include "core/host_device.h"
 
 namespace scope {
 

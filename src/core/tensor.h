@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/error.h"
+#include "core/host_device.h"
 
 namespace scope {
 
@@ -36,6 +38,56 @@ struct MutableRowsView {
   std::byte* row(int64_t token) const { return static_cast<std::byte*>(data) + token * row_stride * dtype_bytes(dtype); }
 };
 
+// The same head range of q, k or v for a chunk of heads: [heads, tokens, dim]; one head's rows are a chunk of one.
+struct HeadsView {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t tokens = 0;
+  int64_t dim = 0;
+  int64_t head_stride = 0, row_stride = 0;  // elements
+
+  HeadsView() = default;
+  HeadsView(const void* first, DType type, int64_t rows, int64_t channels, int64_t from_head, int64_t from_row)
+      : data(first), dtype(type), tokens(rows), dim(channels), head_stride(from_head), row_stride(from_row) {}
+  HeadsView(const RowsView& one) : HeadsView(one.data, one.dtype, one.tokens, one.dim, 0, one.row_stride) {}
+  RowsView operator[](int64_t head) const {
+    return {static_cast<const std::byte*>(data) + head * head_stride * dtype_bytes(dtype), dtype, tokens, dim, row_stride};
+  }
+};
+
+struct MutableHeadsView {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t tokens = 0;
+  int64_t dim = 0;
+  int64_t head_stride = 0, row_stride = 0;
+
+  MutableHeadsView() = default;
+  MutableHeadsView(void* first, DType type, int64_t rows, int64_t channels, int64_t from_head, int64_t from_row)
+      : data(first), dtype(type), tokens(rows), dim(channels), head_stride(from_head), row_stride(from_row) {}
+  MutableHeadsView(const MutableRowsView& one)
+      : MutableHeadsView(one.data, one.dtype, one.tokens, one.dim, 0, one.row_stride) {}
+  MutableRowsView operator[](int64_t head) const {
+    return {static_cast<std::byte*>(data) + head * head_stride * dtype_bytes(dtype), dtype, tokens, dim, row_stride};
+  }
+};
+
+// One array of each head of a chunk, at a constant step; a plain pointer is that of a chunk of one.
+template <class T>
+struct PerHead {
+  T* base = nullptr;
+  int64_t step = 0;  // elements from one head to the next
+
+  PerHead() = default;
+  SCOPE_HOST_DEVICE PerHead(T* first, int64_t to_next = 0) : base(first), step(first == nullptr ? 0 : to_next) {}
+  template <class U>
+  requires std::is_convertible_v<U*, T*> SCOPE_HOST_DEVICE PerHead(const PerHead<U>& other)
+      : base(other.base), step(other.step) {}
+
+  SCOPE_HOST_DEVICE T* operator[](int64_t head) const { return base + head * step; }
+  SCOPE_HOST_DEVICE explicit operator bool() const { return base != nullptr; }
+};
+
 // [batch, heads, tokens, dim] with the last stride 1; strides of the others are free, so [batch, tokens, heads, dim]
 // memory is the same type with other strides.
 struct TensorView {
@@ -44,10 +96,13 @@ struct TensorView {
   int64_t batch = 0, heads = 0, tokens = 0, dim = 0;
   int64_t batch_stride = 0, head_stride = 0, token_stride = 0;
 
-  RowsView head(int64_t b, int64_t h) const {
+  // Sample b from head h on.
+  HeadsView from(int64_t b, int64_t h) const {
     const int64_t offset = b * batch_stride + h * head_stride;
-    return {static_cast<const std::byte*>(data) + offset * dtype_bytes(dtype), dtype, tokens, dim, token_stride};
+    return {
+        static_cast<const std::byte*>(data) + offset * dtype_bytes(dtype), dtype, tokens, dim, head_stride, token_stride};
   }
+  RowsView head(int64_t b, int64_t h) const { return from(b, h)[0]; }
 };
 
 struct MutableTensorView {
@@ -56,15 +111,30 @@ struct MutableTensorView {
   int64_t batch = 0, heads = 0, tokens = 0, dim = 0;
   int64_t batch_stride = 0, head_stride = 0, token_stride = 0;
 
-  MutableRowsView head(int64_t b, int64_t h) const {
+  MutableHeadsView from(int64_t b, int64_t h) const {
     const int64_t offset = b * batch_stride + h * head_stride;
-    return {static_cast<std::byte*>(data) + offset * dtype_bytes(dtype), dtype, tokens, dim, token_stride};
+    return {static_cast<std::byte*>(data) + offset * dtype_bytes(dtype), dtype, tokens, dim, head_stride, token_stride};
   }
+  MutableRowsView head(int64_t b, int64_t h) const { return from(b, h)[0]; }
 };
+
+// Bytes from a tensor's first element to its last.
+template <class View>
+int64_t extent_bytes(const View& x) {
+  if (x.data == nullptr || x.batch == 0 || x.heads == 0 || x.tokens == 0 || x.dim == 0) return 0;
+  return ((x.batch - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.tokens - 1) * x.token_stride + x.dim) *
+         dtype_bytes(x.dtype);
+}
+
+inline bool overlaps(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+  if (a == nullptr || b == nullptr || a_bytes <= 0 || b_bytes <= 0) return false;
+  const auto first = reinterpret_cast<uintptr_t>(a), second = reinterpret_cast<uintptr_t>(b);
+  return first < second + static_cast<uintptr_t>(b_bytes) && second < first + static_cast<uintptr_t>(a_bytes);
+}
 
 // Bitmasks: entry j is bit j % 32 of word j / 32.
 inline int64_t mask_words(int64_t n) { return (n + 31) / 32; }
-inline bool mask_bit(const uint32_t* mask, int64_t j) { return (mask[j / 32] >> (j % 32)) & 1u; }
+SCOPE_HOST_DEVICE inline bool mask_bit(const uint32_t* mask, int64_t j) { return (mask[j / 32] >> (j % 32)) & 1u; }
 inline void set_mask_bit(uint32_t* mask, int64_t j) { mask[j / 32] |= 1u << (j % 32); }
 
 // Cuts one caller-provided block into aligned arrays. With no block it only counts, so that a plan's size and a

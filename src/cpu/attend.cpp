@@ -77,9 +77,23 @@ class BitWalk {
 
 class Attention {
  public:
-  Attention(const Exec& exec, const AttendArgs& args)
+  Attention(const Exec& exec, const AttendArgs& args, int64_t head)
       : exec_(exec),
         args_(args),
+        q_(args.q[head]),
+        k_(args.k[head]),
+        v_(args.v[head]),
+        order_(args.order[head]),
+        offsets_(args.offsets[head]),
+        mask_(args.mask[head]),
+        extra_k_{args.extra.k[head], DType::f32, args.extra.count, args.q.dim, args.q.dim},
+        extra_v_{args.extra.v[head], DType::f32, args.extra.count, args.q.dim, args.q.dim},
+        extra_bias_(args.extra.bias[head]),
+        extra_mask_(args.extra.mask[head]),
+        mix_share_(args.mix.share[head]),
+        mix_row_(args.mix.row[head]),
+        out_(args.out[head]),
+        lse_(args.lse[head]),
         kernels_(args.q.dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr ? *exec.attend_kernels_bf16
                                                                                     : *exec.attend_kernels),
         at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.q.tokens, args.q.dim, args.groups),
@@ -89,15 +103,15 @@ class Attention {
   void run() {
     const int64_t tiles = make_tiles();
     exec_.pool->run(tiles, [&](int64_t i, int thread) { tile(at_.tiles[i], thread); });
-    for (int64_t i = begin_of(args_.groups); i < args_.q.tokens; ++i) {
-      const int64_t token = args_.order == nullptr ? i : args_.order[i];
-      std::fill_n(args_.out.row(token), args_.q.dim * dtype_bytes(args_.out.dtype), std::byte{0});
-      if (args_.lse != nullptr) args_.lse[token] = -std::numeric_limits<float>::infinity();
+    for (int64_t i = begin_of(args_.groups); i < q_.tokens; ++i) {
+      const int64_t token = order_ == nullptr ? i : order_[i];
+      std::fill_n(out_.row(token), q_.dim * dtype_bytes(out_.dtype), std::byte{0});
+      if (lse_ != nullptr) lse_[token] = -std::numeric_limits<float>::infinity();
     }
   }
 
  private:
-  int64_t begin_of(int64_t group) const { return args_.offsets == nullptr ? group * args_.q.tokens : args_.offsets[group]; }
+  int64_t begin_of(int64_t group) const { return offsets_ == nullptr ? group * q_.tokens : offsets_[group]; }
 
   // Large groups are cut into equal tiles. The longest work goes first, so that threads finish together.
   int64_t make_tiles() {
@@ -119,32 +133,36 @@ class Attention {
   void tile(const Tile& tile, int thread) {
     const int64_t rows = tile.end - tile.begin, stride = at_.stride;
     int32_t in_order[kTileRows];
-    if (args_.order == nullptr) std::iota(in_order, in_order + rows, static_cast<int32_t>(tile.begin));
-    const int32_t* queries = args_.order == nullptr ? in_order : args_.order + tile.begin;
+    if (order_ == nullptr) std::iota(in_order, in_order + rows, static_cast<int32_t>(tile.begin));
+    const int32_t* queries = order_ == nullptr ? in_order : order_ + tile.begin;
     std::byte* q = at_.q + thread * kTileRows * stride * static_cast<int64_t>(sizeof(float));
     float* o = at_.o + thread * kTileRows * stride;
     float* m = at_.m + thread * 3 * kTileRows;
     float* l = m + kTileRows;
-    kernels_.pack_q(*exec_.kernels, args_.q, queries, rows, q, stride);
+    kernels_.pack_q(*exec_.kernels, q_, queries, rows, q, stride);
     std::fill_n(o, rows * stride, 0.0f);
     std::fill_n(m, rows, -std::numeric_limits<float>::infinity());
     std::fill_n(l, rows, 0.0f);
 
     int32_t keys[kKeyBlock];
-    const uint32_t* mask = args_.mask == nullptr ? nullptr : args_.mask + tile.group * mask_words(args_.k.tokens);
-    BitWalk walk(mask, args_.keep, args_.k.tokens);
-    while (const int64_t n = walk.next(keys, kKeyBlock)) block(args_.k, args_.v, keys, n, nullptr, rows, thread);
-    if (args_.extra.count > 0) {
-      const RowsView k{args_.extra.k, DType::f32, args_.extra.count, args_.q.dim, args_.q.dim};
-      const RowsView v{args_.extra.v, DType::f32, args_.extra.count, args_.q.dim, args_.q.dim};
-      BitWalk extra(args_.extra.mask + tile.group * mask_words(args_.extra.count), nullptr, args_.extra.count);
-      while (const int64_t n = extra.next(keys, kKeyBlock)) block(k, v, keys, n, args_.extra.bias, rows, thread);
+    const uint32_t* mask = mask_ == nullptr ? nullptr : mask_ + tile.group * mask_words(k_.tokens);
+    BitWalk walk(mask, args_.keep, k_.tokens);
+    while (const int64_t n = walk.next(keys, kKeyBlock)) block(k_, v_, keys, n, nullptr, rows, thread);
+    if (extra_k_.tokens > 0) {
+      BitWalk extra(extra_mask_ + tile.group * mask_words(extra_k_.tokens), nullptr, extra_k_.tokens);
+      while (const int64_t n = extra.next(keys, kKeyBlock)) block(extra_k_, extra_v_, keys, n, extra_bias_, rows, thread);
     }
 
+    const float share = mix_share_ == nullptr ? 0.0f : mix_share_[tile.group];
     for (int64_t i = 0; i < rows; ++i) {
-      const float inverse = l[i] == 0.0f ? 0.0f : 1.0f / l[i];
-      exec_.kernels->store_row(o + i * stride, inverse, args_.q.dim, args_.out.dtype, args_.out.row(queries[i]));
-      if (args_.lse != nullptr) args_.lse[queries[i]] = m[i] * 0.693147180559945f + std::log(l[i]);
+      float inverse = l[i] == 0.0f ? 0.0f : 1.0f / l[i];
+      if (share > 0) {
+        const float* row = mix_row_ + tile.group * q_.dim;
+        for (int64_t c = 0; c < q_.dim; ++c) o[i * stride + c] = (1 - share) * inverse * o[i * stride + c] + share * row[c];
+        inverse = 1;
+      }
+      exec_.kernels->store_row(o + i * stride, inverse, q_.dim, out_.dtype, out_.row(queries[i]));
+      if (lse_ != nullptr) lse_[queries[i]] = m[i] * 0.693147180559945f + std::log(l[i]) - std::log1p(-share);
     }
   }
 
@@ -166,7 +184,7 @@ class Attention {
     kernels_.pack_v(*exec_.kernels, v, keys, n, packed_v, buffer, stride);
     for (int64_t i = 0; i < rows; i += kStrip) {
       const int64_t height = std::min(kStrip, rows - i);
-      kernels_.dot(q + i * stride * kernels_.element, stride, height, packed_k, n, args_.q.dim, s, kKeyBlock);
+      kernels_.dot(q + i * stride * kernels_.element, stride, height, packed_k, n, q_.dim, s, kKeyBlock);
       if (bias != nullptr) {
         for (int64_t r = 0; r < height; ++r) {
           for (int64_t j = 0; j < n; ++j) s[r * kKeyBlock + j] += bias[keys[j]] / args_.scale;
@@ -179,6 +197,16 @@ class Attention {
 
   const Exec& exec_;
   const AttendArgs& args_;
+  const RowsView q_, k_, v_;  // of the head, like the rest
+  const int32_t* order_;
+  const int64_t* offsets_;
+  const uint32_t* mask_;
+  const RowsView extra_k_, extra_v_;
+  const float* extra_bias_;
+  const uint32_t* extra_mask_;
+  const float *mix_share_, *mix_row_;
+  const MutableRowsView out_;
+  float* lse_;
   const AttendKernels& kernels_;
   Layout at_;
   int64_t channels_;
@@ -187,14 +215,14 @@ class Attention {
 
 }  // namespace
 
-int64_t attend_scratch(const Exec& exec, int64_t q_tokens, int64_t, int64_t dim, int64_t groups) {
+int64_t attend_scratch(const Exec& exec, const Sizes& sizes) {
   int64_t bytes = 0;
-  Layout(Arena(), exec, q_tokens, dim, groups, &bytes);
+  Layout(Arena(), exec, sizes.q_tokens, sizes.dim, sizes.groups + 1, &bytes);  // with the densely attending queries
   return bytes;
 }
 
 void attend(const Exec& exec, const AttendArgs& args) {
-  if (args.q.tokens > 0) Attention(exec, args).run();
+  for (int64_t h = 0; h < args.heads && args.q.tokens > 0; ++h) Attention(exec, args, h).run();
 }
 
 }  // namespace scope::cpu

@@ -12,19 +12,24 @@ namespace scope::cpu {
 
 void describe(const Exec&, const DescribeArgs& args) {
   const Tokens& t = args.tokens;
+  const TokenMasks& masks = args.masks;
+  const auto in = [](const uint32_t* mask, int64_t i) { return mask != nullptr && mask_bit(mask, i); };
   std::fill_n(args.valid, mask_words(t.k_tokens), 0u);
   std::fill_n(args.kept, mask_words(t.k_tokens), 0u);
-  int64_t keys = 0, queries = 0, dense = t.queries;
-  for (int64_t j = 0; j < t.valid_k; ++j) {
-    const bool kept = args.keep != nullptr && mask_bit(args.keep, j);
+  std::fill_n(args.queries, mask_words(t.q_tokens), 0u);
+  int64_t keys = 0;
+  for (int64_t j = 0; j < masks.k_length; ++j) {
+    if (masks.valid_k != nullptr && !mask_bit(masks.valid_k, j)) continue;
+    const bool kept = in(masks.keep, j);
     set_mask_bit(kept ? args.kept : args.valid, j);
     if (!kept) args.k_rows[keys++] = static_cast<int32_t>(j);
   }
-  for (int64_t i = 0; i < t.valid_q; ++i) {
-    const bool is_dense = args.dense_queries != nullptr && mask_bit(args.dense_queries, i);
-    args.q_rows[is_dense ? dense++ : queries++] = static_cast<int32_t>(i);
+  int64_t queries = 0, dense = t.queries, idle = t.valid_q;
+  for (int64_t i = 0; i < t.q_tokens; ++i) {
+    const bool valid = i < masks.q_length && (masks.valid_q == nullptr || mask_bit(masks.valid_q, i));
+    if (valid) set_mask_bit(args.queries, i);
+    args.q_rows[!valid ? idle++ : in(masks.dense_queries, i) ? dense++ : queries++] = static_cast<int32_t>(i);
   }
-  std::iota(args.q_rows + t.valid_q, args.q_rows + t.q_tokens, static_cast<int32_t>(t.valid_q));
   args.offsets[0] = 0;
   args.offsets[1] = t.valid_q;
 }
@@ -52,15 +57,6 @@ void finish_head(const FinishArgs& args, int64_t h) {
     sizes[last] = static_cast<int32_t>(t.dense);
     counts[last] = static_cast<int32_t>(t.keys);
     std::copy_n(args.valid, words, mask + last * words);
-  }
-  if (args.tail_groups > 0) {
-    // Group c sees virtual key c, unless it dropped nothing.
-    const int64_t tail_words = mask_words(args.tail_groups);
-    uint32_t* tail = args.tail_mask + h * args.row_groups * tail_words;
-    std::fill_n(tail, all * tail_words, 0u);
-    for (int64_t c = 0; c < groups; ++c) {
-      if (sizes[c] > 0 && std::isfinite(args.tail_bias[h * args.tail_groups + c])) set_mask_bit(tail + c * tail_words, c);
-    }
   }
 
   HeadStats& head = args.report[h];
@@ -107,8 +103,7 @@ void import_selection(const Exec&, const ImportArgs& args) {
   const Tokens& t = args.tokens;
   const int64_t words = mask_words(t.k_tokens);
   const auto take = [&](const uint32_t* from, uint32_t* to) {
-    std::copy_n(from, words, to);
-    for (int64_t w = t.valid_k / 32; w < words; ++w) to[w] &= w == t.valid_k / 32 ? ~(~0u << (t.valid_k % 32)) : 0u;
+    for (int64_t w = 0; w < words; ++w) to[w] = from[w] & args.valid_keys[w];
   };
   std::fill_n(args.kept, words, 0u);
   if (args.keep != nullptr) take(args.keep, args.kept);
@@ -116,7 +111,9 @@ void import_selection(const Exec&, const ImportArgs& args) {
     const int32_t* labels = args.labels + h * t.q_tokens;
     int32_t* order = args.order + h * t.q_tokens;
     int64_t* offsets = args.offsets + h * (args.row_groups + 1);
-    const auto idle = [&](int64_t i) { return i >= t.valid_q || labels[i] < 0 || labels[i] >= args.groups; };
+    const auto idle = [&](int64_t i) {
+      return !mask_bit(args.valid_queries, i) || labels[i] < 0 || labels[i] >= args.groups;
+    };
     std::fill_n(offsets, args.groups + 1, 0);
     for (int64_t i = 0; i < t.q_tokens; ++i) {
       if (!idle(i)) ++offsets[labels[i] + 1];
@@ -132,7 +129,60 @@ void import_selection(const Exec&, const ImportArgs& args) {
   }
 }
 
+namespace {
+
+// A state's label of a token that takes part. One from memory that the caller broke stays inside the arrays.
+int32_t inside(int32_t label, int64_t clusters) { return std::clamp(label, 0, static_cast<int32_t>(clusters) - 1); }
+
+void reuse_labels(const ReuseArgs& args, int64_t head) {
+  const Tokens& t = args.tokens;
+  int32_t* labels = args.labels[head];
+  int32_t* order = args.order[head];
+  int64_t* offsets = args.offsets[head];
+  std::copy_n(args.state_labels[head], t.q_tokens, labels);
+  std::fill_n(offsets, args.groups + 1, 0);
+  const auto group_of = [&](int64_t i) { return inside(labels[args.q_rows[i]], args.groups); };
+  for (int64_t i = 0; i < t.queries; ++i) ++offsets[group_of(i) + 1];
+  std::copy_n(offsets + 1, args.groups, args.sizes[head]);
+  std::partial_sum(offsets, offsets + args.groups + 1, offsets);
+  for (int64_t i = 0; i < t.queries; ++i) order[offsets[group_of(i)]++] = args.q_rows[i];
+  std::copy_backward(offsets, offsets + args.groups, offsets + args.groups + 1);
+  offsets[0] = 0;
+}
+
+void reuse_codes(const ReuseArgs& args, int64_t head) {
+  const Tokens& t = args.tokens;
+  auto* sizes = Arena(args.scratch.data, args.scratch.bytes).take<int32_t>(args.codes);
+  for (int64_t m = 0; m < args.subspaces; ++m) {
+    const int32_t* by_token = args.state_codes[head] + m * t.k_tokens;
+    int32_t* codes = args.code_labels[head] + m * t.keys;
+    std::fill_n(sizes, args.codes, 0);
+    for (int64_t j = 0; j < t.keys; ++j) {
+      codes[j] = inside(by_token[args.k_rows[j]], args.codes);
+      ++sizes[codes[j]];
+    }
+    args.empty[head][m] = std::count(sizes, sizes + args.codes, 0);
+  }
+}
+
+}  // namespace
+
+void reuse(const Exec&, const ReuseArgs& args) {
+  for (int64_t h = 0; h < args.heads; ++h) {
+    reuse_labels(args, h);
+    reuse_codes(args, h);
+  }
+}
+
+// A state begins at a multiple of 16, and a slot in it is read and written byte by byte.
 void set_slot(const Exec&, StateSlot* slot, StateSlot value) { std::memcpy(slot, &value, sizeof value); }
+
+void check_slot(const Exec&, const void* state, const void* header, const StateSlot* slot, StateSlot expected,
+                uint32_t* status) {
+  StateSlot found{};
+  std::memcpy(&found, slot, sizeof found);
+  if (std::memcmp(state, header, 64) != 0 || found != expected) *status |= kStateNotFilled;
+}
 
 void fill(const Exec&, void* to, int64_t step, uint32_t value, int64_t count, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) std::fill_n(static_cast<uint32_t*>(to) + i * step, count, value);

@@ -93,42 +93,33 @@ void half_round(const Exec& exec, const Layout& at, const KMeansArgs& args, cons
   update(exec, args, work, true, args.rows, args.count);
 }
 
-}  // namespace
-
-int64_t cocluster_scratch(const Exec& exec, int64_t q_tokens, int64_t k_tokens, int64_t dim, int64_t groups, int64_t codes) {
-  int64_t bytes = 0;
-  Layout(Arena(), exec, q_tokens, k_tokens, dim, groups, codes, &bytes);
-  return bytes;
-}
-
-void cocluster(const Exec& exec, const CoclusterArgs& args) {
+void cocluster_head(const Exec& exec, const CoclusterArgs& args, int64_t head, const Layout& at) {
   const GroupArgs& q = args.queries;
   const EncodeArgs& k = args.keys;
   const int64_t dim = q.q.dim;
-  const Layout at(Arena(q.scratch.data, q.scratch.bytes), exec, q.count, k.count, dim, q.groups, k.codes);
   std::iota(at.channels, at.channels + dim, 0);
-  const KMeansArgs queries{.points = q.q,
+  const KMeansArgs queries{.points = q.q[head],
                            .rows = q.rows,
                            .count = q.count,
                            .channels = at.channels,
                            .depth = dim,
                            .clusters = q.groups,
                            .random = {.seed = q.seed, .tensor = 0},
-                           .centroids = q.centroids,
+                           .centroids = q.centroids[head],
                            .labels = at.labels,
-                           .sizes = q.sizes,
-                           .order = q.order,
-                           .offsets = q.offsets,
+                           .sizes = q.sizes[head],
+                           .order = q.order[head],
+                           .offsets = q.offsets[head],
                            .scratch = at.kmeans};
-  const KMeansArgs keys{.points = k.k,
+  const KMeansArgs keys{.points = k.k[head],
                         .rows = k.rows,
                         .count = k.count,
                         .channels = at.channels,
                         .depth = dim,
                         .clusters = k.codes,
                         .random = {.seed = k.seed, .tensor = 1},
-                        .centroids = k.codebooks,
-                        .labels = k.labels,
+                        .centroids = k.codebooks[head],
+                        .labels = k.labels[head],
                         .sizes = at.sizes,
                         .order = at.order,
                         .offsets = at.offsets,
@@ -138,11 +129,26 @@ void cocluster(const Exec& exec, const CoclusterArgs& args) {
     start_from_random_rows(exec, *side, work, true);
   }
   for (int round = 0; round < q.iterations; ++round) {
-    half_round(exec, at, keys, q.centroids, q.groups);
-    half_round(exec, at, queries, k.codebooks, k.codes);
+    half_round(exec, at, keys, queries.centroids, q.groups);
+    half_round(exec, at, queries, keys.centroids, k.codes);
   }
-  k.empty[0] = std::count(at.sizes, at.sizes + k.codes, 0);
-  label_tokens(q);
+  k.empty[head][0] = std::count(at.sizes, at.sizes + k.codes, 0);
+  label_tokens(q, head);
+}
+
+}  // namespace
+
+int64_t cocluster_scratch(const Exec& exec, const Sizes& sizes) {
+  int64_t bytes = 0;
+  Layout(Arena(), exec, sizes.q_tokens, sizes.k_tokens, sizes.dim, sizes.groups, sizes.codes, &bytes);
+  return bytes;
+}
+
+void cocluster(const Exec& exec, const CoclusterArgs& args) {
+  const GroupArgs& q = args.queries;
+  const EncodeArgs& k = args.keys;
+  const Layout at(Arena(q.scratch.data, q.scratch.bytes), exec, q.count, k.count, q.q.dim, q.groups, k.codes);
+  for (int64_t h = 0; h < q.heads; ++h) cocluster_head(exec, args, h, at);
 }
 
 }  // namespace scope::cpu

@@ -7,6 +7,7 @@
 #include "core/numeric.h"
 #include "cpu/blocks.h"
 #include "cpu/kernels.h"
+#include "stages/choices.h"
 #include "stages/kmeans.h"
 
 namespace scope::cpu {
@@ -28,65 +29,82 @@ struct Layout {
 };
 
 // Contiguous runs of positions, and their means as centroids.
-void runs(const Exec& exec, const GroupArgs& args, Scratch scratch) {
+void group_runs(const Exec& exec, const GroupArgs& args, int64_t head, Scratch scratch) {
+  int64_t* offsets = args.offsets[head];
+  int32_t* sizes = args.sizes[head];
+  int32_t* order = args.order[head];
   for (int64_t c = 0; c <= args.groups; ++c) {
-    args.offsets[c] =
-        args.grouping == Grouping::blocks ? std::min(c * args.block, args.count) : c * args.count / args.groups;
+    offsets[c] = row(args.grouping).blocks ? std::min(c * args.block, args.count) : c * args.count / args.groups;
   }
-  for (int64_t c = 0; c < args.groups; ++c) args.sizes[c] = static_cast<int32_t>(args.offsets[c + 1] - args.offsets[c]);
+  for (int64_t c = 0; c < args.groups; ++c) sizes[c] = static_cast<int32_t>(offsets[c + 1] - offsets[c]);
+  std::iota(order, order + args.count, 0);
   Arena arena(scratch.data, scratch.bytes);
-  const BlocksArgs blocks{.x = args.q,
+  const BlocksArgs blocks{.x = args.q[head],
                           .rows = args.rows,
                           .blocks = args.groups,
-                          .offsets = args.offsets,
+                          .offsets = offsets,
                           .row_buffer = arena.take<float>(exec.pool->threads() * round_up(args.q.dim, kLanes))};
-  block_means(exec, blocks, args.centroids);
-  if (args.similarity != nullptr) block_similarity(exec, blocks, args.block, nullptr, args.similarity);
+  block_means(exec, blocks, args.centroids[head]);
+  if (args.similarity) block_similarity(exec, blocks, args.block, nullptr, args.similarity[head]);
+}
+
+void group_by_kmeans(const Exec& exec, const GroupArgs& args, int64_t head, const Layout& at) {
+  std::iota(at.channels, at.channels + args.q.dim, 0);
+  kmeans(exec, {.points = args.q[head],
+                .rows = args.rows,
+                .count = args.count,
+                .channels = at.channels,
+                .depth = args.q.dim,
+                .clusters = args.groups,
+                .iterations = args.iterations,
+                .sample = args.sample,
+                .warm = args.warm,
+                .random = {.seed = args.seed, .tensor = 0},
+                .centroids = args.centroids[head],
+                .labels = at.labels,
+                .sizes = args.sizes[head],
+                .order = args.order[head],
+                .offsets = args.offsets[head],
+                .scratch = at.kmeans});
 }
 
 }  // namespace
 
-void label_tokens(const GroupArgs& args) {
-  std::fill_n(args.labels, args.q.tokens, -1);
+void label_tokens(const GroupArgs& args, int64_t head) {
+  int32_t* labels = args.labels[head];
+  int32_t* order = args.order[head];
+  const int64_t* offsets = args.offsets[head];
+  std::fill_n(labels, args.q.tokens, -1);
   for (int64_t c = 0; c < args.groups; ++c) {
-    for (int64_t i = args.offsets[c]; i < args.offsets[c + 1]; ++i) {
-      args.order[i] = args.rows[args.order[i]];
-      args.labels[args.order[i]] = static_cast<int32_t>(c);
+    for (int64_t i = offsets[c]; i < offsets[c + 1]; ++i) {
+      order[i] = args.rows[order[i]];
+      labels[order[i]] = static_cast<int32_t>(c);
     }
   }
 }
 
-int64_t group_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups) {
+int64_t group_scratch(const Exec& exec, const Sizes& sizes) {
   int64_t bytes = 0;
-  Layout(Arena(), exec, tokens, dim, groups, &bytes);
+  Layout(Arena(), exec, sizes.q_tokens, sizes.dim, sizes.groups, &bytes);
   return bytes;
 }
 
 void group(const Exec& exec, const GroupArgs& args) {
   const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.count, args.q.dim, args.groups);
-  if (args.grouping != Grouping::kmeans) {
-    runs(exec, args, at.kmeans);
-    std::iota(args.order, args.order + args.count, 0);
-  } else {
-    std::iota(at.channels, at.channels + args.q.dim, 0);
-    kmeans(exec, {.points = args.q,
-                  .rows = args.rows,
-                  .count = args.count,
-                  .channels = at.channels,
-                  .depth = args.q.dim,
-                  .clusters = args.groups,
-                  .iterations = args.iterations,
-                  .sample = args.sample,
-                  .warm = args.warm,
-                  .random = {.seed = args.seed, .tensor = 0},
-                  .centroids = args.centroids,
-                  .labels = at.labels,
-                  .sizes = args.sizes,
-                  .order = args.order,
-                  .offsets = args.offsets,
-                  .scratch = at.kmeans});
+  for (int64_t h = 0; h < args.heads; ++h) {
+    switch (args.grouping) {
+      case Grouping::kmeans:
+        group_by_kmeans(exec, args, h, at);
+        break;
+      case Grouping::raster:
+      case Grouping::blocks:
+        group_runs(exec, args, h, at.kmeans);
+        break;
+      case Grouping::cocluster:
+        fail(Status::internal, "group: got cocluster, which is a stage of its own");
+    }
+    label_tokens(args, h);
   }
-  label_tokens(args);
 }
 
 }  // namespace scope::cpu

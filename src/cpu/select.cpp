@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <span>
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
+#include "cpu/proxy_rows.h"
 #include "cpu/select_codes.h"
 
 namespace scope {
@@ -40,8 +40,7 @@ void place_word(uint32_t* mask, const int32_t* rows, int64_t count, int64_t firs
 }
 
 constexpr int64_t kBins = 1024;
-constexpr int64_t kRowBytes = 32 << 20;  // proxy rows that all threads together hold at a time
-constexpr int64_t kBinChunk = 512;       // keys whose bins and masses are computed at a time
+constexpr int64_t kBinChunk = 512;  // keys whose bins and masses are computed at a time
 
 // The histogram of one proxy row: bins of equal width, the highest scores in bin 0.
 struct Histogram {
@@ -57,99 +56,113 @@ struct Histogram {
   }
 };
 
-struct Layout {
-  int64_t row_stride, height;  // height: rows that a thread holds, at most kScoreRows
-  Histogram* histograms;       // [groups]
-  int32_t* base;               // [groups] b_c
-  float* rows;                 // [threads, height, row_stride]
-  float* buffer;               // [threads, score_rows_buffer]
-  int32_t* candidates;         // [threads, tokens] positions in one bin
-  float* tail_block;           // [threads, kKeyBlock, padded dim]
-  float* tail_sum;             // [threads, kScoreRows, padded dim]
+// What weigh hands to keep, of one head.
+struct Weights {
+  Histogram* histograms;  // [groups]
+  int32_t* base;          // [groups] b_c
 
-  Layout(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t groups, int64_t* bytes = nullptr) {
-    const int64_t threads = exec.pool->threads();
-    const int64_t padded_dim = round_up(dim, kLanes);
-    row_stride = round_up(count, kLanes);
-    height = std::clamp<int64_t>(kRowBytes / (threads * std::max<int64_t>(row_stride, 1) * 4), 1, kScoreRows);
+  Weights(Arena arena, int64_t groups, int64_t* bytes = nullptr) {
     histograms = arena.take<Histogram>(groups);
     base = arena.take<int32_t>(groups);
-    rows = arena.take<float>(threads * height * row_stride);
-    buffer = arena.take<float>(threads * score_rows_buffer(exec, dim));
-    candidates = arena.take<int32_t>(threads * count);
-    tail_block = arena.take<float>(threads * kKeyBlock * padded_dim);
-    tail_sum = arena.take<float>(threads * kScoreRows * padded_dim);
+    if (bytes != nullptr) *bytes = arena.used();
+  }
+  static int64_t bytes(int64_t groups) {
+    int64_t bytes = 0;
+    Weights(Arena(), groups, &bytes);
+    return bytes;
+  }
+};
+
+struct Layout {
+  ProxyRows rows;
+  int32_t* candidates;  // [threads, tokens] positions in one bin
+
+  Layout(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t* bytes = nullptr)
+      : rows(arena, exec, count, dim) {
+    candidates = arena.take<int32_t>(exec.pool->threads() * count);
     if (bytes != nullptr) *bytes = arena.used();
   }
 };
 
-class Selector {
+// How the rules that keep single keys differ.
+struct Form {
+  bool by_mass = false;  // counts come from t_c; without: from `density`
+  bool budget = false;   // every group keeps k_head keys at least
+  double goal = 0;       // density to solve rho for; 0: rho is given, or not used
+};
+
+Form form_of(const WeighArgs& args) {
+  switch (args.rule) {
+    case Rule::fixed:
+      return {};
+    case Rule::top_p:
+    case Rule::hybrid:
+      return {.by_mass = true, .goal = args.target};
+    case Rule::online:
+      return {.by_mass = true, .budget = true};
+    case Rule::target:
+      return {.by_mass = true, .budget = true, .goal = args.density};
+    case Rule::clusters:
+    case Rule::blocks_topk:
+    case Rule::blocks_cdf:
+    case Rule::error_aware:
+      break;
+  }
+  fail(Status::internal, "rule: {} keeps whole codes", row(args.rule).name);
+}
+
+// One head.
+class KeySelector {
  public:
-  Selector(const Exec& exec, const SelectArgs& args)
+  KeySelector(const Exec& exec, const WeighArgs& args, int64_t head)
       : exec_(exec),
         args_(args),
+        head_(head),
+        groups_(args.proxy.groups),
         n_(args.proxy.count),
-        goal_(args.rule == Rule::target ? args.density : args.target),
-        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.count, args.proxy.k.dim, args.proxy.groups) {}
+        form_(form_of(args)),
+        alpha_(lowered_alpha(args, head, form_.goal)),
+        sizes_(args.sizes[head]),
+        top_p_(args.top_p[head]),
+        weights_(weights_of(args, head, Weights::bytes(args.proxy.groups)), args.proxy.groups),
+        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.count, args.proxy.k.dim) {}
 
-  void run() {
-    const int64_t groups = args_.proxy.groups;
-    std::fill_n(args_.top_p, groups, 0);
-    *args_.head_budget = 0;
-    *args_.rho_used = args_.rho;
-    *args_.alpha_used = args_.alpha;
-    if (args_.rule == Rule::fixed) {
-      std::fill_n(args_.counts, groups, static_cast<int32_t>(std::max<int64_t>(1, ceil_share(args_.density, n_))));
-    } else {
-      const bool known = goal_ == 0;
-      if (!known) *args_.alpha_used = std::min(args_.alpha, goal_ / 2);
-      std::fill_n(at_.base, groups, 0);
-      each_row([&](int64_t c, const float* row, int thread) {
-        fill_histogram(row, at_.histograms[c], true);
-        if (known) args_.top_p[c] = top_p_count(c, row, args_.rho, thread);
-      });
-      if (!known) {
-        *args_.rho_used = solve_rho();
-        each_row(
-            [&](int64_t c, const float* row, int thread) { args_.top_p[c] = top_p_count(c, row, *args_.rho_used, thread); });
-      }
-      set_counts();
-    }
-    for (int64_t c = 0; c < groups; ++c) {
-      if (args_.sizes[c] == 0) args_.counts[c] = args_.top_p[c] = 0;
-    }
-    const int64_t words = mask_words(args_.proxy.k.tokens);
-    std::fill_n(args_.mask, groups * words, 0u);
-    if (args_.tail != nullptr) clear_tail();
-    // Blocks of rows, so that the tail's sums can share the keys they load.
-    blocks([&](int64_t first, int64_t n, float* rows, int thread) {
-      for (int64_t i = 0; i < n; ++i) {
-        if (args_.sizes[first + i] > 0) emit(first + i, rows + i * at_.row_stride, thread);
-      }
-      if (args_.tail != nullptr) tail(first, n, rows, thread);
+  void weigh() {
+    std::fill_n(top_p_, groups_, 0);
+    if (!form_.by_mass) return;
+    std::fill_n(weights_.base, groups_, 0);
+    each_row([&](int64_t c, const float* row, int thread) {
+      fill_histogram(row, weights_.histograms[c], true);
+      if (form_.goal == 0) top_p_[c] = top_p_count(c, row, args_.rho, thread);
     });
+  }
+
+  void keep(const KeepArgs& out) {
+    double rho = args_.rho;
+    if (form_.goal > 0) {
+      rho = solve_rho();
+      each_row([&](int64_t c, const float* row, int thread) { top_p_[c] = top_p_count(c, row, rho, thread); });
+    }
+    int32_t* counts = out.counts[head_];
+    *out.head_budget[head_] = set_counts(counts);
+    *out.rho_used[head_] = rho;
+    *out.alpha_used[head_] = alpha_;
+    for (int64_t c = 0; c < groups_; ++c) {
+      if (sizes_[c] == 0) counts[c] = top_p_[c] = 0;
+    }
+    uint32_t* mask = out.mask[head_];
+    const int64_t words = mask_words(args_.proxy.k.tokens);
+    std::fill_n(mask, groups_ * words, 0u);
+    each_row([&](int64_t c, const float* row, int thread) { emit(c, row, counts[c], mask + c * words, thread); });
   }
 
  private:
-  template <class Body>
-  void blocks(const Body& body) {
-    // Small blocks when there are few groups, so that every thread has work.
-    const int64_t groups = args_.proxy.groups;
-    const int64_t height = std::clamp<int64_t>(groups / (4 * exec_.pool->threads()), 1, at_.height);
-    exec_.pool->run(ceil_div(groups, height), [&](int64_t chunk, int thread) {
-      const int64_t first = chunk * height, n = std::min(height, groups - first);
-      float* rows = at_.rows + thread * at_.height * at_.row_stride;
-      score_rows(exec_, args_.proxy, first, n, rows, at_.row_stride,
-                 at_.buffer + thread * score_rows_buffer(exec_, args_.proxy.k.dim));
-      body(first, n, rows, thread);
-    });
-  }
-
+  // Of the groups with queries.
   template <class Body>
   void each_row(const Body& body) {
-    blocks([&](int64_t first, int64_t n, float* rows, int thread) {
+    at_.rows.each_block(exec_, args_.proxy, head_, [&](int64_t first, int64_t n, float* rows, int thread) {
       for (int64_t i = 0; i < n; ++i) {
-        if (args_.sizes[first + i] > 0) body(first + i, rows + i * at_.row_stride, thread);
+        if (sizes_[first + i] > 0) body(first + i, rows + i * at_.rows.stride, thread);
       }
     });
   }
@@ -199,7 +212,7 @@ class Selector {
   // t_c: the smallest t whose t largest probabilities sum to >= rho.
   int32_t top_p_count(int64_t c, const float* row, double rho, int thread) {
     if (rho >= 1.0) return static_cast<int32_t>(n_);
-    const Histogram& h = at_.histograms[c];
+    const Histogram& h = weights_.histograms[c];
     const double goal = rho * h.total();
     const int64_t b = h.crossing(goal);
     double sum = b == 0 ? 0.0 : h.mass[b - 1];
@@ -214,61 +227,61 @@ class Selector {
     return static_cast<int32_t>(count);
   }
 
-  // b_c, k_head and r_c from t_c, in integers.
-  void set_counts() {
-    const int64_t groups = args_.proxy.groups;
-    if (args_.rule == Rule::top_p) {
-      std::copy_n(args_.top_p, groups, args_.counts);
-      return;
+  // b_c and r_c from t_c, in integers; returns k_head.
+  int64_t set_counts(int32_t* counts) {
+    if (!form_.by_mass) {
+      std::fill_n(counts, groups_, static_cast<int32_t>(std::max<int64_t>(1, ceil_share(args_.density, n_))));
+      return 0;
     }
-    const auto floor = static_cast<int32_t>(std::min(n_, ceil_share(*args_.alpha_used, n_)));
-    for (int64_t c = 0; c < groups; ++c) at_.base[c] = std::max(args_.top_p[c], floor);
-    const auto budget = args_.rule == Rule::hybrid ? 0 : static_cast<int32_t>(head_budget(args_.sizes, at_.base, groups));
-    *args_.head_budget = budget;
-    for (int64_t c = 0; c < groups; ++c) args_.counts[c] = std::max(at_.base[c], budget);
+    const auto floor = static_cast<int32_t>(std::min(n_, ceil_share(floor_share_of_keys(), n_)));
+    for (int64_t c = 0; c < groups_; ++c) weights_.base[c] = std::max(top_p_[c], floor);
+    const int32_t budget = budget_of_base();
+    for (int64_t c = 0; c < groups_; ++c) counts[c] = std::max(weights_.base[c], budget);
+    return budget;
+  }
+
+  double floor_share_of_keys() const { return row(args_.rule).floor > 0 ? alpha_ : 0.0; }
+  int32_t budget_of_base() const {
+    return form_.budget ? static_cast<int32_t>(head_budget(sizes_, weights_.base, groups_)) : 0;
   }
 
   // Share of keys that the rule would keep at rho, from the histograms alone (linear inside a bin).
   double density_at(double rho) {
-    const int64_t groups = args_.proxy.groups;
-    const double alpha = args_.rule == Rule::top_p ? 0.0 : *args_.alpha_used;
-    const auto floor = static_cast<int32_t>(std::max<int64_t>(1, ceil_share(alpha, n_)));
-    for (int64_t c = 0; c < groups; ++c) {
-      if (args_.sizes[c] == 0) continue;
-      const Histogram& h = at_.histograms[c];
+    const auto floor = static_cast<int32_t>(std::max<int64_t>(1, ceil_share(floor_share_of_keys(), n_)));
+    for (int64_t c = 0; c < groups_; ++c) {
+      if (sizes_[c] == 0) continue;
+      const Histogram& h = weights_.histograms[c];
       const double goal = rho * h.total();
       const int64_t b = h.crossing(goal);
       const double before = b == 0 ? 0.0 : h.mass[b - 1], inside = h.mass[b] - before;
       const double part = inside > 0 ? std::clamp((goal - before) / inside, 0.0, 1.0) : 1.0;
       const double count = (b == 0 ? 0 : h.count[b - 1]) + part * h.keys_in(b);
-      at_.base[c] = std::max(static_cast<int32_t>(std::ceil(count)), floor);
+      weights_.base[c] = std::max(static_cast<int32_t>(std::ceil(count)), floor);
     }
-    const auto budget = args_.rule == Rule::target ? static_cast<int32_t>(head_budget(args_.sizes, at_.base, groups)) : 0;
+    const int32_t budget = budget_of_base();
     double kept = 0, queries = 0;
-    for (int64_t c = 0; c < groups; ++c) {
-      if (args_.sizes[c] == 0) continue;
-      kept += static_cast<double>(args_.sizes[c]) * std::max(at_.base[c], budget);
-      queries += args_.sizes[c];
+    for (int64_t c = 0; c < groups_; ++c) {
+      if (sizes_[c] == 0) continue;
+      kept += static_cast<double>(sizes_[c]) * std::max(weights_.base[c], budget);
+      queries += sizes_[c];
     }
     return kept / queries / static_cast<double>(n_);
   }
 
   double solve_rho() {
-    if (goal_ >= 1.0) return 1.0;
+    if (form_.goal >= 1.0) return 1.0;
     double low = 0, high = 1;
     for (int i = 0; i < 40; ++i) {
       const double middle = 0.5 * (low + high);
-      (density_at(middle) < goal_ ? low : high) = middle;
+      (density_at(middle) < form_.goal ? low : high) = middle;
     }
     return std::clamp(0.5 * (low + high), 1e-9, 1.0 - 1e-12);
   }
 
-  // The counts[c] keys with the highest scores, equal scores in ascending index.
-  void emit(int64_t c, float* row, int thread) {
-    const int64_t keep = args_.counts[c];
-    uint32_t* mask = args_.mask + c * mask_words(args_.proxy.k.tokens);
-    Histogram& h = at_.histograms[c];
-    if (args_.rule == Rule::fixed) fill_histogram(row, h, false);
+  // The `keep` keys with the highest scores, equal scores in ascending index.
+  void emit(int64_t c, const float* row, int64_t keep, uint32_t* mask, int thread) {
+    Histogram& h = weights_.histograms[c];
+    if (!form_.by_mass) fill_histogram(row, h, false);
     const int64_t b = std::lower_bound(h.count, h.count + kBins, keep) - h.count;
     const int64_t before = b == 0 ? 0 : h.count[b - 1];
 
@@ -289,89 +302,49 @@ class Selector {
     }
   }
 
-  void clear_tail() {
-    const int64_t dim = args_.proxy.k.dim, groups = args_.proxy.groups;
-    std::fill_n(args_.tail->k, groups * dim, 0.0f);
-    std::fill_n(args_.tail->value, groups * dim, 0.0f);
-    std::fill_n(args_.tail->bias, groups, -std::numeric_limits<float>::infinity());
-  }
-
-  // mu_c, nu_c and L_c - q_c.mu_c over the keys that group c drops.
-  void tail(int64_t first, int64_t n, float* rows, int thread) {
-    const int64_t dim = args_.proxy.k.dim, stride = at_.row_stride;
-    const int64_t words = mask_words(args_.proxy.k.tokens);
-    double log_mass[kScoreRows] = {}, sum[kScoreRows] = {};
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t* mask = args_.mask + (first + i) * words;
-      float* row = rows + i * stride;
-      float high = -std::numeric_limits<float>::infinity();
-      const auto dropped = [&](int64_t j) { return args_.sizes[first + i] > 0 && !mask_bit(mask, args_.proxy.rows[j]); };
-      for (int64_t j = 0; j < n_; ++j) {
-        if (dropped(j)) high = std::max(high, row[j]);
-      }
-      sum[i] = 0;
-      for (int64_t j = 0; j < n_; ++j) {
-        row[j] = dropped(j) ? std::exp(row[j] - high) : 0.0f;
-        sum[i] += static_cast<double>(row[j]);
-      }
-      log_mass[i] = static_cast<double>(high) + std::log(sum[i]);
-    }
-    weighted_sum(args_.proxy.k, first, n, rows, sum, args_.tail->k, thread);
-    weighted_sum(args_.tail->v, first, n, rows, sum, args_.tail->value, thread);
-    for (int64_t i = 0; i < n; ++i) {
-      if (sum[i] == 0) continue;
-      double centre = 0;
-      for (int64_t k = 0; k < dim; ++k) {
-        centre += static_cast<double>(args_.proxy.centroids[(first + i) * dim + k]) *
-                  static_cast<double>(args_.tail->k[(first + i) * dim + k]);
-      }
-      args_.tail->bias[first + i] = static_cast<float>(log_mass[i] - static_cast<double>(args_.proxy.scale) * centre);
-    }
-  }
-
-  // out [first + i] = sum over keys of rows[i, j] x[j] / sum[i].
-  void weighted_sum(const RowsView& x, int64_t first, int64_t n, const float* rows, const double* sum, float* out,
-                    int thread) {
-    const int64_t dim = x.dim, padded = round_up(dim, kLanes);
-    float* block = at_.tail_block + thread * kKeyBlock * padded;
-    float* total = at_.tail_sum + thread * kScoreRows * padded;
-    std::fill_n(total, n * padded, 0.0f);
-    float ones[kScoreRows];
-    std::fill_n(ones, kScoreRows, 1.0f);
-    for (int64_t j = 0; j < n_; j += kKeyBlock) {
-      const int64_t width = std::min(kKeyBlock, n_ - j);
-      exec_.kernels->load_rows(x, args_.proxy.rows + j, width, block, padded);
-      exec_.kernels->accumulate(rows + j, at_.row_stride, n, block, padded, width, padded, ones, total, padded);
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      if (sum[i] == 0) continue;
-      for (int64_t k = 0; k < dim; ++k) {
-        out[(first + i) * dim + k] = static_cast<float>(static_cast<double>(total[i * padded + k]) / sum[i]);
-      }
-    }
-  }
-
   const Exec& exec_;
-  const SelectArgs& args_;
-  int64_t n_;
-  double goal_;  // density to solve rho for; 0: rho is given
+  const WeighArgs& args_;
+  int64_t head_, groups_, n_;
+  Form form_;
+  double alpha_;  // as used
+  const int32_t* sizes_;
+  int32_t* top_p_;
+  Weights weights_;
   Layout at_;
 };
 
 }  // namespace
 
-int64_t select_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t groups, int64_t codes) {
-  if (codes > 0) return select_codes_scratch(exec, tokens, groups, codes);
+int64_t weights_bytes(const Exec&, const Sizes& sizes) {
+  const int64_t one =
+      sizes.whole_codes ? code_weights_bytes(sizes.k_tokens, sizes.groups, sizes.codes) : Weights::bytes(sizes.groups);
+  return sizes.heads * round_up(one, Arena::kAlignment);
+}
+
+int64_t weigh_scratch(const Exec& exec, const Sizes& sizes) {
+  if (sizes.whole_codes) return weigh_codes_scratch(exec, sizes.groups, sizes.codes);
   int64_t bytes = 0;
-  Layout(Arena(), exec, tokens, dim, groups, &bytes);
+  Layout(Arena(), exec, sizes.k_tokens, sizes.dim, &bytes);
   return bytes;
 }
 
-void select(const Exec& exec, const SelectArgs& args) {
-  if (keeps_codes(args.rule)) {
-    select_codes(exec, args);
-  } else {
-    Selector(exec, args).run();
+void weigh(const Exec& exec, const WeighArgs& args) {
+  for (int64_t h = 0; h < args.heads; ++h) {
+    if (row(args.rule).whole_codes) {
+      weigh_codes(exec, args, h);
+    } else {
+      KeySelector(exec, args, h).weigh();
+    }
+  }
+}
+
+void keep(const Exec& exec, const KeepArgs& args) {
+  for (int64_t h = 0; h < args.weighed.heads; ++h) {
+    if (row(args.weighed.rule).whole_codes) {
+      keep_codes(exec, args, h);
+    } else {
+      KeySelector(exec, args.weighed, h).keep(args);
+    }
   }
 }
 

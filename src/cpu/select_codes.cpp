@@ -14,7 +14,8 @@ namespace scope::cpu {
 
 namespace {
 
-struct Layout {
+// What weigh hands to keep, of one head.
+struct Weights {
   int32_t* sizes;      // [codes] keys of each code
   int32_t* tokens;     // [count] the keys' tokens, by code
   int64_t* offsets;    // [codes + 1] where each code starts there
@@ -22,12 +23,8 @@ struct Layout {
   int32_t* kept_keys;  // [groups, codes] keys up to and with each
   int32_t* keys;       // [groups, codes] the same where all are by weight
   double* mass;        // [groups, codes] share of the weight up to and with each by weight; 0 for those that all keep
-  int32_t* tried;      // [3, groups] codes kept at the bounds of the solver's bracket and between them
-  double* weights;     // [threads, codes] what a group sorts by; infinite for a code that all keep
-  uint64_t* room;      // [threads, 2, codes] for sorting
 
-  Layout(Arena arena, const Exec& exec, int64_t count, int64_t groups, int64_t codes, int64_t* bytes = nullptr) {
-    const int64_t threads = exec.pool->threads();
+  Weights(Arena arena, int64_t count, int64_t groups, int64_t codes, int64_t* bytes = nullptr) {
     sizes = arena.take<int32_t>(codes);
     tokens = arena.take<int32_t>(count);
     offsets = arena.take<int64_t>(codes + 1);
@@ -35,6 +32,17 @@ struct Layout {
     kept_keys = arena.take<int32_t>(groups * codes);
     keys = arena.take<int32_t>(groups * codes);
     mass = arena.take<double>(groups * codes);
+    if (bytes != nullptr) *bytes = arena.used();
+  }
+};
+
+struct Layout {
+  int32_t* tried;   // [3, groups] codes kept at the bounds of the solver's bracket and between them
+  double* weights;  // [threads, codes] what a group sorts by; infinite for a code that all keep
+  uint64_t* room;   // [threads, 2, codes] for sorting
+
+  Layout(Arena arena, const Exec& exec, int64_t groups, int64_t codes, int64_t* bytes = nullptr) {
+    const int64_t threads = exec.pool->threads();
     tried = arena.take<int32_t>(3 * groups);
     weights = arena.take<double>(threads * codes);
     room = arena.take<uint64_t>(threads * 2 * codes);
@@ -72,49 +80,84 @@ void sort_by_weight(const double* weights, int64_t n, uint64_t* room, int32_t* o
   }
 }
 
+// One head.
 class CodeSelector {
  public:
-  CodeSelector(const Exec& exec, const SelectArgs& args)
+  CodeSelector(const Exec& exec, const WeighArgs& args, int64_t head)
       : exec_(exec),
         args_(args),
+        head_(head),
+        groups_(args.proxy.groups),
         codes_(args.proxy.codes),
-        blocks_(args.rule == Rule::blocks_topk || args.rule == Rule::blocks_cdf),
-        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.count, args.proxy.groups, args.proxy.codes) {}
-
-  void run() {
-    const Proxy& proxy = args_.proxy;
-    sort_by_label(proxy.labels, proxy.count, codes_, at_.sizes, at_.tokens, at_.offsets);
-    for (int64_t i = 0; i < proxy.count; ++i) at_.tokens[i] = proxy.rows[at_.tokens[i]];
+        blocks_(row(args.rule).similarity),
+        alpha_(lowered_alpha(args, head, args.target)),
+        sizes_(args.sizes[head]),
+        q_similarity_(args.q_similarity[head]),
+        k_similarity_(args.k_similarity[head]),
+        ranks_(weights_of(args, head, code_weights_bytes(args.proxy.count, args.proxy.groups, args.proxy.codes)),
+               args.proxy.count, args.proxy.groups, args.proxy.codes),
+        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.groups, args.proxy.codes) {
     for (int64_t r = 0; r < codes_; ++r) always_ += always(r) ? 1 : 0;
-    *args_.head_budget = 0;
-    const double most = args_.target / (args_.rule == Rule::error_aware ? 4 : 2);
-    *args_.alpha_used = args_.target > 0 ? std::min(args_.alpha, most) : args_.alpha;
+  }
+
+  void weigh() {
+    const Proxy& proxy = args_.proxy;
+    sort_by_label(proxy.labels[head_], proxy.count, codes_, ranks_.sizes, ranks_.tokens, ranks_.offsets);
+    for (int64_t i = 0; i < proxy.count; ++i) ranks_.tokens[i] = proxy.rows[ranks_.tokens[i]];
     each_group([&](int64_t c, int thread) { rank(c, at_.weights + thread * codes_, at_.room + thread * 2 * codes_); });
-    const double given = args_.rule == Rule::blocks_topk ? share(floor_share(args_.density, codes_)) : args_.rho;
-    const double bound = args_.target > 0 ? solve() : given;
-    *args_.rho_used = args_.target > 0 ? bound : args_.rho;
-    std::fill_n(args_.counts, proxy.groups, 0);
-    std::fill_n(args_.top_p, proxy.groups, 0);
-    std::fill_n(args_.mask, proxy.groups * mask_words(proxy.k.tokens), 0u);
-    each_group([&](int64_t c, int) { emit(c, codes_kept(c, bound)); });
+    std::fill_n(args_.top_p[head_], groups_, 0);
+  }
+
+  void keep(const KeepArgs& out) {
+    const int64_t words = mask_words(args_.proxy.k.tokens);
+    const double bound = args_.target > 0 ? solve() : given();
+    *out.head_budget[head_] = 0;
+    *out.rho_used[head_] = args_.target > 0 ? bound : args_.rho;
+    *out.alpha_used[head_] = alpha_;
+    int32_t* counts = out.counts[head_];
+    uint32_t* mask = out.mask[head_];
+    std::fill_n(counts, groups_, 0);
+    std::fill_n(mask, groups_ * words, 0u);
+    each_group([&](int64_t c, int) { counts[c] = emit(c, codes_kept(c, bound), mask + c * words); });
   }
 
  private:
   template <class Body>
   void each_group(const Body& body) {
-    exec_.pool->run(args_.proxy.groups, [&](int64_t c, int thread) {
-      if (args_.sizes[c] > 0) body(c, thread);
+    exec_.pool->run(groups_, [&](int64_t c, int thread) {
+      if (sizes_[c] > 0) body(c, thread);
     });
   }
 
   // NaN is not similar.
-  bool always(int64_t code) const { return blocks_ && !(static_cast<double>(args_.k_similarity[code]) > args_.similar); }
-  bool keeps_all(int64_t c) const { return blocks_ && !(static_cast<double>(args_.q_similarity[c]) > args_.similar); }
+  bool always(int64_t code) const { return blocks_ && !(static_cast<double>(k_similarity_[code]) > args_.similar); }
+  bool keeps_all(int64_t c) const { return blocks_ && !(static_cast<double>(q_similarity_[c]) > args_.similar); }
   double share(int64_t codes) const { return static_cast<double>(codes) / static_cast<double>(codes_); }
 
+  // What the rule compares with when nothing is solved for.
+  double given() const { return by_count() ? share(floor_share(args_.density, codes_)) : args_.rho; }
+  // The rule compares with a share of the codes; without: of their weight.
+  bool by_count() const {
+    switch (args_.rule) {
+      case Rule::blocks_topk:
+        return true;
+      case Rule::clusters:
+      case Rule::blocks_cdf:
+      case Rule::error_aware:
+        return false;
+      case Rule::fixed:
+      case Rule::top_p:
+      case Rule::hybrid:
+      case Rule::online:
+      case Rule::target:
+        break;
+    }
+    fail(Status::internal, "rule: {} keeps single keys", row(args_.rule).name);
+  }
+
   void rank(int64_t c, double* weights, uint64_t* room) {
-    const float* scores = args_.proxy.tables + c * codes_;
-    const auto counts = [&](int64_t r) { return blocks_ ? !always(r) : at_.sizes[r] > 0; };
+    const float* scores = args_.proxy.tables[head_] + c * codes_;
+    const auto counts = [&](int64_t r) { return blocks_ ? !always(r) : ranks_.sizes[r] > 0; };
     float high = -std::numeric_limits<float>::infinity();
     for (int64_t r = 0; r < codes_; ++r) {
       if (counts(r)) high = std::max(high, scores[r]);
@@ -123,56 +166,74 @@ class CodeSelector {
     for (int64_t r = 0; r < codes_; ++r) {
       weights[r] = always(r) ? std::numeric_limits<double>::infinity() : 0.0;
       if (!counts(r)) continue;
-      const double factor = blocks_ ? 1.0 : at_.sizes[r];
+      const double factor = blocks_ ? 1.0 : ranks_.sizes[r];
       weights[r] = factor * std::exp(static_cast<double>(scores[r]) - static_cast<double>(high));
       total += weights[r];
     }
     require(std::isfinite(total), Status::non_finite, "proxy scores are not finite");
-    int32_t* order = at_.order + c * codes_;
+    int32_t* order = ranks_.order + c * codes_;
     sort_by_weight(weights, codes_, room, order);
     double mass = 0;
     int32_t keys = 0;
     for (int64_t r = 0; r < codes_; ++r) {
       if (r >= always_) mass += weights[order[r]];
-      keys += at_.sizes[order[r]];
-      at_.mass[c * codes_ + r] = total > 0 ? mass / total : 0.0;
-      at_.keys[c * codes_ + r] = keys;
+      keys += ranks_.sizes[order[r]];
+      ranks_.mass[c * codes_ + r] = total > 0 ? mass / total : 0.0;
+      ranks_.keys[c * codes_ + r] = keys;
     }
-    if (args_.rule == Rule::error_aware) rank_by_error(c, weights, room);
+    if (row(args_.rule).errors) rank_by_error(c, weights, room);
     keys = 0;
     for (int64_t r = 0; r < codes_; ++r) {
-      keys += at_.sizes[order[r]];
-      at_.kept_keys[c * codes_ + r] = keys;
+      keys += ranks_.sizes[order[r]];
+      ranks_.kept_keys[c * codes_ + r] = keys;
     }
   }
 
-  int64_t guaranteed() const { return std::max<int64_t>(1, floor_share(*args_.alpha_used, codes_)); }
+  int64_t guaranteed() const { return std::max<int64_t>(1, floor_share(alpha_, codes_)); }
 
   // The guaranteed codes stay first, in any order: all of them are kept.
   void rank_by_error(int64_t c, double* weights, uint64_t* room) {
-    int32_t* order = at_.order + c * codes_;
-    std::copy_n(args_.errors + c * codes_, codes_, weights);
+    int32_t* order = ranks_.order + c * codes_;
+    std::copy_n(args_.errors[head_] + c * codes_, codes_, weights);
     for (int64_t r = 0; r < std::min(guaranteed(), codes_); ++r) weights[order[r]] = std::numeric_limits<double>::infinity();
     sort_by_weight(weights, codes_, room, order);
+  }
+
+  // A share of whole codes may come back from floating point a hair below its integer.
+  int64_t whole_codes(double share_of_codes) const {
+    return static_cast<int64_t>(share_of_codes * static_cast<double>(codes_) + 1e-6);
   }
 
   // How many codes of its order a group keeps when the rule compares with `bound`.
   int64_t codes_kept(int64_t c, double bound) const {
     const int64_t rest = codes_ - always_;
     if (keeps_all(c) || bound >= 1.0) return codes_;
-    const double* mass = at_.mass + c * codes_ + always_;
+    const double* mass = ranks_.mass + c * codes_ + always_;
     const int64_t within = std::upper_bound(mass, mass + rest, bound) - mass;
     int64_t kept = 0;
-    if (args_.rule == Rule::clusters) {
-      kept = std::max(within + 1, floor_share(*args_.alpha_used, codes_));
-    } else if (args_.rule == Rule::error_aware) {
-      const int64_t by_weight = std::max(within + 1, floor_share(2 * *args_.alpha_used, codes_));
-      const int32_t budget = at_.keys[c * codes_ + std::min(by_weight, codes_) - 1];
-      const int32_t* keys = at_.kept_keys + c * codes_;
-      kept = std::max(guaranteed(), std::lower_bound(keys, keys + codes_, budget) - keys + 1);
-    } else {
-      // A share of whole codes may come back from floating point a hair below its integer.
-      kept = args_.rule == Rule::blocks_cdf ? within : static_cast<int64_t>(bound * static_cast<double>(codes_) + 1e-6);
+    switch (args_.rule) {
+      case Rule::clusters:
+        kept = std::max(within + 1, floor_share(alpha_, codes_));
+        break;
+      case Rule::error_aware: {
+        const int64_t by_weight = std::max(within + 1, floor_share(2 * alpha_, codes_));
+        const int32_t budget = ranks_.keys[c * codes_ + std::min(by_weight, codes_) - 1];
+        const int32_t* keys = ranks_.kept_keys + c * codes_;
+        kept = std::max(guaranteed(), std::lower_bound(keys, keys + codes_, budget) - keys + 1);
+        break;
+      }
+      case Rule::blocks_cdf:
+        kept = within;
+        break;
+      case Rule::blocks_topk:
+        kept = whole_codes(bound);
+        break;
+      case Rule::fixed:
+      case Rule::top_p:
+      case Rule::hybrid:
+      case Rule::online:
+      case Rule::target:
+        fail(Status::internal, "rule: {} keeps single keys", row(args_.rule).name);
     }
     return always_ + std::clamp<int64_t>(kept, std::min<int64_t>(1, rest), rest);
   }
@@ -180,10 +241,10 @@ class CodeSelector {
   // Of `kept` codes per group.
   double density_of(const int32_t* kept) const {
     double keys = 0, queries = 0;
-    for (int64_t c = 0; c < args_.proxy.groups; ++c) {
-      if (args_.sizes[c] == 0) continue;
-      keys += static_cast<double>(args_.sizes[c]) * at_.kept_keys[c * codes_ + kept[c] - 1];
-      queries += args_.sizes[c];
+    for (int64_t c = 0; c < groups_; ++c) {
+      if (sizes_[c] == 0) continue;
+      keys += static_cast<double>(sizes_[c]) * ranks_.kept_keys[c * codes_ + kept[c] - 1];
+      queries += sizes_[c];
     }
     return queries == 0 ? 0.0 : keys / queries / static_cast<double>(args_.proxy.count);
   }
@@ -191,12 +252,11 @@ class CodeSelector {
   // The bound whose density is nearest to the target; 0 if even that keeps more. A group that keeps the same at both ends of
   // the bracket keeps it between them.
   double solve() const {
-    const int64_t groups = args_.proxy.groups;
     int32_t* at_low = at_.tried;
-    int32_t* at_high = at_low + groups;
-    int32_t* at_middle = at_high + groups;
+    int32_t* at_high = at_low + groups_;
+    int32_t* at_middle = at_high + groups_;
     const auto try_bound = [&](double bound, int32_t* kept) {
-      for (int64_t c = 0; c < groups; ++c) kept[c] = args_.sizes[c] == 0 ? 0 : static_cast<int32_t>(codes_kept(c, bound));
+      for (int64_t c = 0; c < groups_; ++c) kept[c] = sizes_[c] == 0 ? 0 : static_cast<int32_t>(codes_kept(c, bound));
       return density_of(kept);
     };
     double low = 0, high = 1;
@@ -204,7 +264,7 @@ class CodeSelector {
     try_bound(high, at_high);
     for (int i = 0; i < 60; ++i) {
       const double middle = 0.5 * (low + high);
-      for (int64_t c = 0; c < groups; ++c) {
+      for (int64_t c = 0; c < groups_; ++c) {
         at_middle[c] = at_low[c] == at_high[c] ? at_low[c] : static_cast<int32_t>(codes_kept(c, middle));
       }
       const bool less = density_of(at_middle) < args_.target;
@@ -212,40 +272,44 @@ class CodeSelector {
       std::swap(less ? at_low : at_high, at_middle);
     }
     const double bound = args_.target - density_of(at_low) < density_of(at_high) - args_.target ? low : high;
-    if (args_.rule != Rule::blocks_topk) return bound;
-    return share(std::max<int64_t>(1, static_cast<int64_t>(bound * static_cast<double>(codes_) + 1e-6)));
+    return by_count() ? share(std::max<int64_t>(1, whole_codes(bound))) : bound;
   }
 
-  // The keys of the first `kept` codes.
-  void emit(int64_t c, int64_t kept) {
-    const Proxy& proxy = args_.proxy;
-    args_.counts[c] = at_.kept_keys[c * codes_ + kept - 1];
-    uint32_t* mask = args_.mask + c * mask_words(proxy.k.tokens);
-    for (int64_t r = 0; r < codes_; ++r) {
-      const int32_t code = at_.order[c * codes_ + r];
-      if (r < kept) {
-        for (int64_t i = at_.offsets[code]; i < at_.offsets[code + 1]; ++i) set_mask_bit(mask, at_.tokens[i]);
-      } else if (args_.dropped != nullptr && at_.sizes[code] > 0) {
-        set_mask_bit(args_.dropped + c * mask_words(codes_), code);
-      }
+  // The keys of the first `kept` codes; returns how many.
+  int32_t emit(int64_t c, int64_t kept, uint32_t* mask) const {
+    for (int64_t r = 0; r < kept; ++r) {
+      const int32_t code = ranks_.order[c * codes_ + r];
+      for (int64_t i = ranks_.offsets[code]; i < ranks_.offsets[code + 1]; ++i) set_mask_bit(mask, ranks_.tokens[i]);
     }
+    return ranks_.kept_keys[c * codes_ + kept - 1];
   }
 
   const Exec& exec_;
-  const SelectArgs& args_;
-  int64_t codes_, always_ = 0;
+  const WeighArgs& args_;
+  int64_t head_, groups_, codes_, always_ = 0;
   bool blocks_;
+  double alpha_;  // as used
+  const int32_t* sizes_;
+  const float *q_similarity_, *k_similarity_;
+  Weights ranks_;
   Layout at_;
 };
 
 }  // namespace
 
-int64_t select_codes_scratch(const Exec& exec, int64_t count, int64_t groups, int64_t codes) {
+int64_t code_weights_bytes(int64_t count, int64_t groups, int64_t codes) {
   int64_t bytes = 0;
-  Layout(Arena(), exec, count, groups, codes, &bytes);
+  Weights(Arena(), count, groups, codes, &bytes);
   return bytes;
 }
 
-void select_codes(const Exec& exec, const SelectArgs& args) { CodeSelector(exec, args).run(); }
+int64_t weigh_codes_scratch(const Exec& exec, int64_t groups, int64_t codes) {
+  int64_t bytes = 0;
+  Layout(Arena(), exec, groups, codes, &bytes);
+  return bytes;
+}
+
+void weigh_codes(const Exec& exec, const WeighArgs& args, int64_t head) { CodeSelector(exec, args, head).weigh(); }
+void keep_codes(const Exec& exec, const KeepArgs& args, int64_t head) { CodeSelector(exec, args.weighed, head).keep(args); }
 
 }  // namespace scope::cpu

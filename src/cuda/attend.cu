@@ -154,18 +154,17 @@ __global__ void __launch_bounds__(kThreads) round_extra(PerHead<const float> k, 
 
 }  // namespace
 
-int64_t attend_scratch(const Exec&, int64_t q_tokens, int64_t, int64_t dim, int64_t groups) {
-  groups = std::max<int64_t>(groups, 1);
+int64_t attend_scratch(const Exec&, const Sizes& sizes) {
   int64_t bytes = 0;
-  Layout(Arena(), 1, q_tokens, dim, groups, groups, &bytes);
+  Layout(Arena(), sizes.heads, sizes.q_tokens, sizes.dim, sizes.groups + 1, sizes.extra, &bytes);
   return bytes;
 }
 
-void attend(const Exec& exec, std::span<const AttendArgs> heads) {
-  if (heads.empty() || heads[0].q.tokens == 0) return;
-  const AttendArgs& args = heads[0];
-  const auto count = static_cast<int64_t>(heads.size());
-  const int64_t groups = args.offsets == nullptr ? 1 : args.groups, dim = args.q.dim, extra = args.extra.count;
+void attend(const Exec& exec, const AttendArgs& args) {
+  const int64_t count = args.heads;
+  if (count == 0 || args.q.tokens == 0) return;
+  require(!args.mix.share, Status::unsupported, "attend on CUDA mixes nothing in");
+  const int64_t groups = args.offsets ? args.groups : 1, dim = args.q.dim, extra = args.extra.count;
   require(args.q.dtype != DType::f32, Status::dtype, "attend on CUDA takes f16 or bf16");
   require(dim % 8 == 0 && dim <= 128, Status::shape, "attend on CUDA takes a head_dim that is a multiple of 8, up to 128");
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 4096;  // room for positions past the last key
@@ -184,18 +183,18 @@ void attend(const Exec& exec, std::span<const AttendArgs> heads) {
                   .words = mask_words(args.k.tokens),
                   .extra_count = extra,
                   .tile_rows = exec.wgmma ? kTileRows90 : kTileRows80,
-                  .offsets = per_head(heads, [](const AttendArgs& a) { return a.offsets; }),
-                  .mask = per_head(heads, [](const AttendArgs& a) { return a.mask; }),
-                  .extra_mask = per_head(heads, [](const AttendArgs& a) { return a.extra.mask; }),
+                  .offsets = args.offsets,
+                  .mask = args.mask,
+                  .extra_mask = args.extra.mask,
                   .keep = args.keep};
   const AttendLaunch work{.dtype = args.q.dtype,
                           .dim = static_cast<int>(dim),
-                          .q = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.q; }),
-                          .k = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.k; }),
-                          .v = head_rows<const uint16_t>(heads, [](const AttendArgs& a) { return a.v; }),
-                          .out = head_rows<uint16_t>(heads, [](const AttendArgs& a) { return a.out; }),
-                          .lse = per_head(heads, [](const AttendArgs& a) { return a.lse; }),
-                          .order = per_head(heads, [](const AttendArgs& a) { return a.order; }),
+                          .q = head_rows(args.q),
+                          .k = head_rows(args.k),
+                          .v = head_rows(args.v),
+                          .out = head_rows(args.out),
+                          .lse = args.lse,
+                          .order = args.order,
                           .mask = in.mask,
                           .keep = in.keep,
                           .words = in.words,
@@ -204,7 +203,7 @@ void attend(const Exec& exec, std::span<const AttendArgs> heads) {
                           .extra_count = static_cast<int32_t>(extra),
                           .extra_k = {at.extra_k, extra * dim},
                           .extra_v = {at.extra_v, extra * dim},
-                          .extra_bias = per_head(heads, [](const AttendArgs& a) { return a.extra.bias; }),
+                          .extra_bias = args.extra.bias,
                           .extra_mask = in.extra_mask,
                           .tiles = at.tiles,
                           .tile_count = at.counter,
@@ -215,15 +214,13 @@ void attend(const Exec& exec, std::span<const AttendArgs> heads) {
     launch(exec, "count_keys", count_keys, ceil_div(count * groups, kWarps), kThreads, 0, in, at.keys, at.extras);
     launch(exec, "list_tiles", list_tiles, count, kThreads, 0, in, at.keys, at.extras, at.tiles, at.counter);
   }
-  if (args.offsets != nullptr) {
+  if (args.offsets) {
     launch(exec, "clear_idle", clear_idle, count * kIdleBlocks, kThreads, 0, in, work.order, work.out, work.dim, work.lse);
   }
   if (extra > 0) {
-    const auto k = per_head(heads, [](const AttendArgs& a) { return a.extra.k; });
-    const auto v = per_head(heads, [](const AttendArgs& a) { return a.extra.v; });
     const int64_t blocks = blocks_for(exec, 8, ceil_div(count * extra * dim, kThreads));
-    launch(exec, "round_extra", round_extra, blocks, kThreads, 0, k, v, extra * dim, count, args.q.dtype, at.extra_k,
-           at.extra_v);
+    launch(exec, "round_extra", round_extra, blocks, kThreads, 0, args.extra.k, args.extra.v, extra * dim, count,
+           args.q.dtype, at.extra_k, at.extra_v);
   }
   if (groups > 0) exec.wgmma ? attend_sm90(exec, work) : attend_sm80(exec, work);
 }

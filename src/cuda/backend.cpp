@@ -1,11 +1,11 @@
 // CUDA's row of the backend table, and what the host does around a call: the current device, times, reads.
-#include "stages/backend.h"
+#include "cuda/backend.h"
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 
-#include "cuda/clock.h"
+#include "core/numeric.h"
 #include "cuda/device.h"
 #include "cuda/errors.h"
 #include "cuda/memory.h"
@@ -87,9 +87,70 @@ class Clock {
   bool on_ = false;
 };
 
-std::shared_ptr<Clock> make_clock(int device) { return std::make_shared<Clock>(device); }
-
 namespace {
+
+// What a context on a GPU keeps alive.
+struct Parts {
+  explicit Parts(const Device& found) : device(found), clock(found.index) {}
+  Device device;
+  Clock clock;
+};
+
+Machine open(const ContextOptions& options, ThreadPool& pool) {
+  const auto found = devices();
+  require(!found.empty(), Status::unsupported, "backend: there is no GPU, or no driver for it");
+  const auto at = std::find_if(found.begin(), found.end(), [&](const Device& x) { return x.index == options.device; });
+  require(at != found.end(), Status::invalid_argument, "device: got {}, expected 0..{}", options.device, found.back().index);
+  require(at->major >= 8, Status::unsupported, "device: {} is sm_{}{}, expected sm_80 or later", at->name, at->major,
+          at->minor);
+  auto parts = std::make_shared<Parts>(*at);
+  Machine machine{.exec = {}, .name = fmt::format("sm_{}{}", at->major, at->minor), .device = at->name, .parts = parts};
+  machine.exec.pool = &pool;
+  machine.exec.device = &parts->device;
+  machine.exec.clock = &parts->clock;
+  return machine;
+}
+
+bool present() {
+  const auto found = devices();
+  return std::any_of(found.begin(), found.end(), [](const Device& x) { return x.major >= 8; });
+}
+
+std::vector<std::string> inventory() {
+  std::vector<std::string> lines;
+  for (const Device& x : devices()) {
+    lines.push_back(fmt::format("GPU {}             {}, sm_{}{}, {} multiprocessors, {:.0f} GiB{}", x.index, x.name, x.major,
+                                x.minor, x.multiprocessors, static_cast<double>(x.memory_bytes) / (1 << 30),
+                                x.major >= 8 ? "" : ": too old, sm_80 is needed"));
+  }
+  if (lines.empty()) lines.push_back("GPU               none, or no driver for it");
+  return lines;
+}
+
+void configure(Exec& exec, std::string_view kernels) {
+  require(kernels != "wgmma" || exec.device->major == 9, Status::unsupported, "kernel: wgmma needs sm_90, {} is sm_{}{}",
+          exec.device->name, exec.device->major, exec.device->minor);
+  exec.wgmma = exec.device->major == 9 && kernels != "portable";
+}
+
+const char* kernel(const Exec& exec) { return exec.wgmma ? "wgmma" : "portable"; }
+const char* arithmetic(const Exec&, DType dtype) { return dtype_name(dtype); }
+
+// As few chunks as fit the limit, and these of equal size.
+int64_t chunk(int64_t heads, int64_t limit, const std::function<int64_t(int64_t)>& bytes) {
+  require(bytes(1) <= limit, Status::invalid_argument, "workspace_limit: got {} MiB, one head needs {} MiB", limit >> 20,
+          ceil_div(bytes(1), 1 << 20));
+  int64_t fits = 1, most = heads;  // more heads never need less
+  while (fits < most) {
+    const int64_t middle = (fits + most + 1) / 2;
+    if (bytes(middle) <= limit) {
+      fits = middle;
+    } else {
+      most = middle - 1;
+    }
+  }
+  return ceil_div(heads, ceil_div(heads, fits));
+}
 
 void leave(int previous) {
   int now = 0;
@@ -109,10 +170,10 @@ int enter(const Exec& exec) {
 }
 
 void mark(const Exec& exec, Moment moment) {
-  if (exec.clock != nullptr) exec.clock->mark(exec, moment);
+  if (exec.call != nullptr) exec.clock->mark(exec, moment);
 }
 
-bool times(const Exec& exec, double* seconds) { return exec.clock != nullptr && exec.clock->times(exec, seconds); }
+bool times(const Exec& exec, double* seconds) { return exec.call != nullptr && exec.clock->times(exec, seconds); }
 
 void read(const Exec& exec, const void* from, void* host, int64_t bytes) {
   check(cudaMemcpyAsync(host, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream(exec)), "read");
@@ -126,30 +187,65 @@ void write(const Exec& exec, const void* host, void* to, int64_t bytes) {
 
 constexpr Backend kCuda = {
     .name = "cuda",
+    .can = {.dtypes = {DType::f16, DType::bf16},
+            .most_dim = 128,
+            .dim_multiple = 8,
+            .row_bytes = 16,
+            .most_tokens = (int64_t{1} << 31) - 70000,
+            .most_selected_keys = (int64_t{1} << 26) - 1,
+            .most_whole_codes = kMostRankedCodes,
+            .profiles = false,
+            .host = false,
+            .groupings = {Grouping::kmeans, Grouping::raster, Grouping::blocks},
+            .encodings = {Encoding::kmeans, Encoding::blocks},
+            .proxies = {ProxyKind::codes, ProxyKind::exact},
+            .rules = {Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target, Rule::clusters, Rule::blocks_topk,
+                      Rule::blocks_cdf},
+            .tails = {Tail::none, Tail::first_order}},
+    .open = open,
+    .present = present,
+    .inventory = inventory,
+    .configure = configure,
+    .kernel = kernel,
+    .arithmetic = arithmetic,
+    .chunk = chunk,
     .group = group,
-    .encode = encode,
-    .score = score,
-    .select = select,
-    .attend = attend,
     .group_scratch = group_scratch,
+    .encode = encode,
     .encode_scratch = encode_scratch,
-    .select_scratch = select_scratch,
+    .cocluster = nullptr,
+    .cocluster_scratch = nullptr,
+    .score = score,
+    .compensate = nullptr,
+    .compensate_scratch = nullptr,
+    .weigh = weigh,
+    .keep = keep,
+    .weights_bytes = weights_bytes,
+    .weigh_scratch = weigh_scratch,
+    .tail = tail,
+    .tail_scratch = tail_scratch,
+    .attend = attend,
     .attend_scratch = attend_scratch,
     .describe = describe,
     .finish = finish,
     .import_selection = import_selection,
+    .reuse = reuse,
     .set_slot = set_slot,
+    .check_slot = check_slot,
     .fill = fill,
     .copy = copy,
     .convert = convert,
     .scatter = scatter,
     .enter = enter,
     .leave = leave,
-    .check_slot = check_slot,
+    .capturing = capturing,
     .mark = mark,
     .times = times,
+    .check_finite = nullptr,
     .read = read,
     .write = write,
+    .allocate = [](const Exec&, int64_t bytes) { return allocate(bytes); },
+    .release = release,
 };
 
 }  // namespace
@@ -160,12 +256,6 @@ void* allocate(int64_t bytes) {
   return memory;
 }
 void release(void* memory) { cudaFree(memory); }
-void upload(const void* host, void* to, int64_t bytes) {
-  check(cudaMemcpy(to, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice), "upload");
-}
-void download(const void* from, void* host, int64_t bytes) {
-  check(cudaMemcpy(host, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost), "download");
-}
 
 }  // namespace cuda
 

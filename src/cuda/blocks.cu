@@ -213,22 +213,21 @@ struct EncodeLayout {
 
 }  // namespace
 
-void group_blocks(const Exec& exec, std::span<const GroupArgs> heads) {
-  const GroupArgs& args = heads[0];
-  const auto n = static_cast<int64_t>(heads.size());
+void group_blocks(const Exec& exec, const GroupArgs& args) {
+  const int64_t n = args.heads;
   RunsLaunch a{};
-  a.x = head_rows<const uint16_t>(heads, [](const GroupArgs& x) { return x.q; });
+  a.x = head_rows(args.q);
   a.rows = args.rows;
   a.count = args.count;
   a.block = args.block;
   a.runs = args.groups;
   a.dim = static_cast<int>(args.q.dim);
-  a.means = per_head(heads, [](const GroupArgs& x) { return x.centroids; });
-  if (args.similarity != nullptr) a.similarity = per_head(heads, [](const GroupArgs& x) { return x.similarity; });
-  a.order = per_head(heads, [](const GroupArgs& x) { return x.order; });
-  a.labels = per_head(heads, [](const GroupArgs& x) { return x.labels; });
-  a.sizes = per_head(heads, [](const GroupArgs& x) { return x.sizes; });
-  a.offsets = per_head(heads, [](const GroupArgs& x) { return x.offsets; });
+  a.means = args.centroids;
+  a.similarity = args.similarity;
+  a.order = args.order;
+  a.labels = args.labels;
+  a.sizes = args.sizes;
+  a.offsets = args.offsets;
   a.status = args.status;
   if (args.rows != nullptr || args.count < args.q.tokens) {  // tokens outside `rows` have label -1
     const auto bytes = static_cast<size_t>(args.q.tokens) * sizeof(int32_t);
@@ -240,13 +239,12 @@ void group_blocks(const Exec& exec, std::span<const GroupArgs> heads) {
 
 int64_t encode_blocks_scratch(int64_t dim, int64_t codes) { return EncodeLayout(Arena(), dim, codes).bytes; }
 
-void encode_blocks(const Exec& exec, std::span<const EncodeArgs> heads) {
-  const EncodeArgs& args = heads[0];
-  const auto n = static_cast<int64_t>(heads.size());
+void encode_blocks(const Exec& exec, const EncodeArgs& args) {
+  const int64_t n = args.heads;
   const EncodeLayout at(Arena(args.scratch.data, args.scratch.bytes), args.k.dim, args.codes);
   require(at.bytes * n <= args.scratch.bytes, Status::internal, "workspace layout exceeds its plan");
   RunsLaunch a{};
-  a.x = head_rows<const uint16_t>(heads, [](const EncodeArgs& x) { return x.k; });
+  a.x = head_rows(args.k);
   a.rows = args.rows;
   a.count = args.count;
   a.block = args.block;
@@ -254,7 +252,7 @@ void encode_blocks(const Exec& exec, std::span<const EncodeArgs> heads) {
   a.dim = static_cast<int>(args.k.dim);
   a.means = at.means;
   a.finite = at.finite;
-  a.run_labels = per_head(heads, [](const EncodeArgs& x) { return x.labels; });
+  a.run_labels = args.labels;
   a.copies = static_cast<int>(args.partition->size());
   a.status = args.status;
   launch_runs(exec, args.k.dtype, n, a);
@@ -271,15 +269,14 @@ void encode_blocks(const Exec& exec, std::span<const EncodeArgs> heads) {
     base = static_cast<uint8_t>(base + channels.size());
   }
   launch(exec, "blocks: codebooks", centre_kernel, n, kCentreParts * kMostDim, 0, args.codes, a.dim,
-         PerHead<const float>{at.means.base, at.means.step}, PerHead<const int32_t>{at.finite.base, at.finite.step},
-         at.centre, per_head(heads, [](const EncodeArgs& x) { return x.codebooks; }), places);
-  const auto empty = per_head(heads, [](const EncodeArgs& x) { return x.empty; });
+         PerHead<const float>(at.means), PerHead<const int32_t>(at.finite), at.centre, args.codebooks, places);
+  const auto empty = args.empty;
   const size_t empty_bytes = args.partition->size() * sizeof(int64_t);
   check(cudaMemset2DAsync(empty.base, n == 1 ? empty_bytes : static_cast<size_t>(empty.step) * sizeof(int64_t), 0,
                           empty_bytes, static_cast<size_t>(n), stream(exec)),
         "blocks: empty");
 
-  if (args.similarity == nullptr) return;
+  if (!args.similarity) return;
   RunsLaunch again{};  // of what is left of k
   again.x = a.x;
   again.rows = a.rows;
@@ -287,8 +284,8 @@ void encode_blocks(const Exec& exec, std::span<const EncodeArgs> heads) {
   again.block = a.block;
   again.runs = a.runs;
   again.dim = a.dim;
-  again.centre = {at.centre.base, at.centre.step};
-  again.similarity = per_head(heads, [](const EncodeArgs& x) { return x.similarity; });
+  again.centre = at.centre;
+  again.similarity = args.similarity;
   launch_runs(exec, args.k.dtype, n, again);
 }
 

@@ -80,25 +80,44 @@ class RunSender {
   int64_t at_ = 0, longest_ = 0;
 };
 
-// Calls run(begin, end, bit) for the maximal runs of equal bits of [0, n).
+// What a token is: padding, one that takes part, or an always-kept key or densely attending query.
+enum class Kind { padding, part, special };
+
+struct KindOf {
+  int64_t length;
+  const uint32_t *valid, *special;  // null: all before the length are valid; none is special
+
+  Kind operator()(int64_t i) const {
+    if (i >= length || (valid != nullptr && !mask_bit(valid, i))) return Kind::padding;
+    return special != nullptr && mask_bit(special, i) ? Kind::special : Kind::part;
+  }
+  // Whether tokens [i, i + 32), a whole word, are all of `kind`.
+  bool whole(int64_t i, Kind kind) const {
+    const uint32_t v = valid == nullptr ? ~0u : valid[i / 32], s = special == nullptr ? 0u : special[i / 32];
+    if (i >= length) return kind == Kind::padding;
+    if (i + 32 > length) return false;
+    return kind == Kind::padding ? v == 0 : kind == Kind::part ? v == ~0u && s == 0 : v == ~0u && s == ~0u;
+  }
+};
+
+// Calls run(begin, end, kind) for the maximal runs of one kind in [0, n).
 template <class Run>
-void each_run(const uint32_t* mask, int64_t n, const Run& run) {
-  if (mask == nullptr) return run(0, n, false);
+void each_run(const KindOf& kind_of, int64_t n, const Run& run) {
   int64_t begin = 0;
-  bool bit = n > 0 && mask_bit(mask, 0);
+  Kind kind = n > 0 ? kind_of(0) : Kind::padding;
   for (int64_t i = 1; i < n;) {
-    if (i % 32 == 0 && i + 32 <= n && mask[i / 32] == (bit ? ~0u : 0u)) {
+    if (i % 32 == 0 && i + 32 <= n && kind_of.whole(i, kind)) {
       i += 32;
       continue;
     }
-    if (mask_bit(mask, i) != bit) {
-      run(begin, i, bit);
+    if (kind_of(i) != kind) {
+      run(begin, i, kind);
       begin = i;
-      bit = !bit;
+      kind = kind_of(i);
     }
     ++i;
   }
-  run(begin, n, bit);
+  run(begin, n, kind);
 }
 
 __global__ void set_offsets(int64_t* offsets, int64_t end) {
@@ -110,18 +129,22 @@ __global__ void set_offsets(int64_t* offsets, int64_t end) {
 
 void describe(const Exec& exec, const DescribeArgs& args) {
   const Tokens& t = args.tokens;
+  const TokenMasks& m = args.masks;
   const int64_t words = mask_words(t.k_tokens);
   fill(exec, args.valid, 0, 0, words, 1);
   fill(exec, args.kept, 0, 0, words, 1);
+  fill(exec, args.queries, 0, 0, mask_words(t.q_tokens), 1);
   RunSender keys(exec, args.k_rows, args.valid), kept(exec, nullptr, args.kept);
-  each_run(args.keep, t.valid_k, [&](int64_t begin, int64_t end, bool bit) { (bit ? kept : keys).add(begin, end); });
+  each_run({m.k_length, m.valid_k, m.keep}, t.k_tokens, [&](int64_t begin, int64_t end, Kind kind) {
+    if (kind != Kind::padding) (kind == Kind::special ? kept : keys).add(begin, end);
+  });
   keys.send();
   kept.send();
-  RunSender queries(exec, args.q_rows, nullptr), dense(exec, args.q_rows + t.queries, nullptr),
+  RunSender queries(exec, args.q_rows, args.queries), dense(exec, args.q_rows + t.queries, args.queries),
       idle(exec, args.q_rows + t.valid_q, nullptr);
-  each_run(args.dense_queries, t.valid_q,
-           [&](int64_t begin, int64_t end, bool bit) { (bit ? dense : queries).add(begin, end); });
-  idle.add(t.valid_q, t.q_tokens);
+  each_run({m.q_length, m.valid_q, m.dense_queries}, t.q_tokens, [&](int64_t begin, int64_t end, Kind kind) {
+    (kind == Kind::padding ? idle : kind == Kind::special ? dense : queries).add(begin, end);
+  });
   queries.send();
   dense.send();
   idle.send();
@@ -164,16 +187,6 @@ __global__ void finish_heads(const FinishArgs args) {
     order[i] = token;
     if (i < t.valid_q) labels[token] = static_cast<int32_t>(last);
   }
-  if (args.tail_groups > 0) {
-    const int64_t tail_words = (args.tail_groups + 31) / 32;
-    uint32_t* tail = args.tail_mask + h * args.row_groups * tail_words;
-    for (int64_t i = threadIdx.x; i < all * tail_words; i += kThreads) {
-      const int64_t c = i / tail_words;
-      const bool sees =
-          c < groups && i % tail_words == c / 32 && sizes[c] > 0 && isfinite(args.tail_bias[h * args.tail_groups + c]);
-      tail[i] = sees ? 1u << (c % 32) : 0u;
-    }
-  }
   __syncthreads();
 
   double pairs = 0, total = 0;
@@ -209,7 +222,7 @@ __global__ void finish_heads(const FinishArgs args) {
 }
 
 __device__ bool attends(const ImportArgs& args, int64_t i, int32_t label) {
-  return i < args.tokens.valid_q && label >= 0 && label < args.groups;
+  return mask_bit(args.valid_queries, i) && label >= 0 && label < args.groups;
 }
 
 __global__ void count_labels(const ImportArgs args) {
@@ -248,19 +261,13 @@ __global__ void place_labels(const ImportArgs args, int64_t warps) {
   }
 }
 
-__device__ uint32_t valid_bits(int64_t word, int64_t valid) {
-  const int64_t left = valid - 32 * word;
-  return left >= 32 ? ~0u : left <= 0 ? 0u : ~(~0u << left);
-}
-
 __global__ void import_masks(const ImportArgs args, int64_t words) {
   const int64_t per_head = args.groups * words;
   for (int64_t i = thread_index(); i < args.heads * per_head; i += thread_count()) {
-    args.mask[i / per_head * args.row_groups * words + i % per_head] =
-        args.selected[i] & valid_bits(i % words, args.tokens.valid_k);
+    args.mask[i / per_head * args.row_groups * words + i % per_head] = args.selected[i] & args.valid_keys[i % words];
   }
   for (int64_t w = thread_index(); w < words; w += thread_count()) {
-    args.kept[w] = args.keep == nullptr ? 0 : args.keep[w] & valid_bits(w, args.tokens.valid_k);
+    args.kept[w] = args.keep == nullptr ? 0 : args.keep[w] & args.valid_keys[w];
   }
 }
 
@@ -295,10 +302,10 @@ struct Header {
 };
 
 __global__ void compare_slot(const uint32_t* state, const __grid_constant__ Header header, const StateSlot* slot,
-                             StateSlot expected, uint32_t flag, uint32_t* status) {
-  bool same = slot->groups == expected.groups && slot->codes == expected.codes;
+                             StateSlot expected, uint32_t* status) {
+  bool same = slot->groups == expected.groups && slot->codes == expected.codes && slot->tokens == expected.tokens;
   for (int i = 0; i < 16; ++i) same = same && state[i] == header.words[i];
-  if (!same) *status |= flag;
+  if (!same) *status |= kStateNotFilled;
 }
 
 }  // namespace
@@ -320,11 +327,10 @@ void set_slot(const Exec& exec, StateSlot* slot, StateSlot value) {
 }
 
 void check_slot(const Exec& exec, const void* state, const void* header, const StateSlot* slot, StateSlot expected,
-                uint32_t flag, uint32_t* status) {
+                uint32_t* status) {
   Header copy;
   std::memcpy(&copy, header, sizeof copy);
-  launch(exec, "compare_slot", compare_slot, 1, 1, 0, static_cast<const uint32_t*>(state), copy, slot, expected, flag,
-         status);
+  launch(exec, "compare_slot", compare_slot, 1, 1, 0, static_cast<const uint32_t*>(state), copy, slot, expected, status);
 }
 
 void fill(const Exec& exec, void* to, int64_t step, uint32_t value, int64_t count, int64_t rows) {

@@ -5,8 +5,6 @@
 
 namespace scope::cuda {
 
-bool built() { return true; }
-
 std::vector<Device> devices() {
   std::vector<Device> found;
   int count = 0;

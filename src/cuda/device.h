@@ -19,8 +19,6 @@ struct Device {
 // Codes that select sorts for one group where it keeps whole codes.
 inline constexpr int64_t kMostRankedCodes = 4096;
 
-// False in a build without CUDA.
-bool built();
 // Empty without a driver or a GPU; throws std::bad_alloc alone.
 std::vector<Device> devices();
 

@@ -8,17 +8,18 @@
 
 namespace scope::cuda {
 
-int64_t encode_scratch(const Exec&, int64_t tokens, int64_t dim, int64_t codes) {
-  return std::max(kmeans_scratch(tokens, codes, false), encode_blocks_scratch(dim, codes));
+int64_t encode_scratch(const Exec&, const Sizes& sizes) {
+  return sizes.heads *
+         std::max(kmeans_scratch(sizes.k_tokens, sizes.codes, false), encode_blocks_scratch(sizes.dim, sizes.codes));
 }
 
-void encode(const Exec& exec, std::span<const EncodeArgs> heads) {
-  const EncodeArgs& args = heads[0];
-  if (args.encoding == Encoding::blocks) return encode_blocks(exec, heads);
+namespace {
+
+void encode_kmeans(const Exec& exec, const EncodeArgs& args) {
   KMeansBatch batch;
   batch.dtype = args.k.dtype;
-  batch.points = head_rows<const uint16_t>(heads, [](const EncodeArgs& a) { return a.k; });
-  batch.heads = static_cast<int>(heads.size());
+  batch.points = head_rows(args.k);
+  batch.heads = static_cast<int>(args.heads);
   batch.tokens = args.k.tokens;
   batch.dim = args.k.dim;
   batch.rows = args.rows;
@@ -28,10 +29,10 @@ void encode(const Exec& exec, std::span<const EncodeArgs> heads) {
   batch.sample = args.sample;
   batch.warm = args.warm;
   batch.random = {.seed = args.seed, .tensor = 1};
-  batch.centroids = per_head(heads, [](const EncodeArgs& a) { return a.codebooks; });
+  batch.centroids = args.codebooks;
   batch.status = args.status;
-  batch.labels = per_head(heads, [](const EncodeArgs& a) { return a.labels; });
-  batch.empty = per_head(heads, [](const EncodeArgs& a) { return a.empty; });
+  batch.labels = args.labels;
+  batch.empty = args.empty;
   batch.scratch = args.scratch;
   const Partition& partition = *args.partition;
   for (size_t first = 0; first < partition.size(); first += kMostSubsets) {
@@ -46,6 +47,19 @@ void encode(const Exec& exec, std::span<const EncodeArgs> heads) {
     batch.centroids.base += args.codes * depth;
     batch.labels.base += args.count * batch.subsets;
     batch.empty.base += batch.subsets;
+  }
+}
+
+}  // namespace
+
+void encode(const Exec& exec, const EncodeArgs& args) {
+  switch (args.encoding) {
+    case Encoding::kmeans:
+      return encode_kmeans(exec, args);
+    case Encoding::blocks:
+      return encode_blocks(exec, args);
+    case Encoding::cocluster:
+      fail(Status::unsupported, "encode: cuda has no cocluster");
   }
 }
 

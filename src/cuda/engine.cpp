@@ -29,7 +29,7 @@ class CudaEngine : public Engine {
  public:
   // The engine's device stays current on this thread: its owner works on no other one.
   explicit CudaEngine(const Context& on) : Engine(on, DType::bf16, DType::bf16) {
-    check(cudaSetDevice(on.device()->index), "cudaSetDevice");
+    check(cudaSetDevice(on.exec().device->index), "cudaSetDevice");
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
     stream = stream_;
     products_ = std::make_unique<cuda::CublasLt>();

@@ -9,17 +9,17 @@
 
 namespace scope::cuda {
 
-int64_t group_scratch(const Exec&, int64_t tokens, int64_t, int64_t groups) { return kmeans_scratch(tokens, groups, true); }
+int64_t group_scratch(const Exec&, const Sizes& sizes) {
+  return sizes.heads * kmeans_scratch(sizes.q_tokens, sizes.groups, true);
+}
 
-void group(const Exec& exec, std::span<const GroupArgs> heads) {
-  const GroupArgs& args = heads[0];
-  if (args.grouping == Grouping::blocks) return group_blocks(exec, heads);
-  std::vector<int32_t> channels(static_cast<size_t>(args.q.dim));
-  std::iota(channels.begin(), channels.end(), 0);
+namespace {
+
+KMeansBatch batch_of(const GroupArgs& args, std::span<const int32_t> channels) {
   KMeansBatch batch;
   batch.dtype = args.q.dtype;
-  batch.points = head_rows<const uint16_t>(heads, [](const GroupArgs& a) { return a.q; });
-  batch.heads = static_cast<int>(heads.size());
+  batch.points = head_rows(args.q);
+  batch.heads = static_cast<int>(args.heads);
   batch.subsets = 1;
   batch.tokens = args.q.tokens;
   batch.dim = args.q.dim;
@@ -31,14 +31,31 @@ void group(const Exec& exec, std::span<const GroupArgs> heads) {
   batch.warm = args.warm;
   batch.random = {.seed = args.seed, .tensor = 0};
   batch.channels[0] = channels;
-  batch.centroids = per_head(heads, [](const GroupArgs& a) { return a.centroids; });
+  batch.centroids = args.centroids;
   batch.status = args.status;
-  batch.token_labels = per_head(heads, [](const GroupArgs& a) { return a.labels; });
-  batch.sizes = per_head(heads, [](const GroupArgs& a) { return a.sizes; });
-  batch.order = per_head(heads, [](const GroupArgs& a) { return a.order; });
-  batch.offsets = per_head(heads, [](const GroupArgs& a) { return a.offsets; });
+  batch.token_labels = args.labels;
+  batch.sizes = args.sizes;
+  batch.order = args.order;
+  batch.offsets = args.offsets;
   batch.scratch = args.scratch;
-  args.grouping == Grouping::raster ? raster(exec, batch) : kmeans(exec, batch);
+  return batch;
+}
+
+}  // namespace
+
+void group(const Exec& exec, const GroupArgs& args) {
+  std::vector<int32_t> channels(static_cast<size_t>(args.q.dim));
+  std::iota(channels.begin(), channels.end(), 0);
+  switch (args.grouping) {
+    case Grouping::kmeans:
+      return kmeans(exec, batch_of(args, channels));
+    case Grouping::raster:
+      return raster(exec, batch_of(args, channels));
+    case Grouping::blocks:
+      return group_blocks(exec, args);
+    case Grouping::cocluster:
+      fail(Status::unsupported, "group: cuda has no cocluster");
+  }
 }
 
 }  // namespace scope::cuda

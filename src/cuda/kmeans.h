@@ -1,6 +1,8 @@
 // K-means on CUDA: what group and encode share.
 #pragma once
 
+#include <span>
+
 #include "core/random.h"
 #include "cuda/launch.h"
 

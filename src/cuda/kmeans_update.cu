@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kTallyThreads) tally_kernel(const __grid_const
 
 // One block per problem turns the tally into places: a label's tokens after those of lower labels, and within a label
 // stretch after stretch.
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constant__ Work w, Pass pass) {
+__global__ void __launch_bounds__(kScanThreads, 2) scan_kernel(const __grid_constant__ Work w, Pass pass) {
   __shared__ uint64_t carry;
   const auto head = static_cast<int>(blockIdx.x / w.subsets), m = static_cast<int>(blockIdx.x % w.subsets);
   const int stretches = static_cast<int>((w.seen + kStretch - 1) / kStretch);

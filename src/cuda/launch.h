@@ -1,11 +1,9 @@
-// What every CUDA stage shares on the host side (included by .cu files): errors, launches, and a chunk of heads as base and
-// step.
+// What every CUDA stage shares on the host side (included by .cu files): errors, launches, and rows as kernels take them.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <span>
 
 #include "core/error.h"
 #include "core/tensor.h"
@@ -44,16 +42,6 @@ inline int64_t blocks_for(const Exec& exec, int64_t blocks_per_sm, int64_t most)
 // that a warp stays together, it makes a call of every shuffle.
 __device__ inline int warp_index() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-// One array per head, at a constant step.
-template <class T>
-struct PerHead {
-  T* base = nullptr;
-  int64_t step = 0;  // elements from one head to the next
-
-  __host__ __device__ T* operator[](int64_t head) const { return base + head * step; }
-  __host__ __device__ explicit operator bool() const { return base != nullptr; }
-};
-
 // Rows of 16-bit elements for each head.
 template <class T>
 struct HeadRows {
@@ -63,25 +51,11 @@ struct HeadRows {
   __host__ __device__ T* row(int64_t head, int64_t token) const { return base + head * head_step + token * row_step; }
 };
 
-// The step of `pointer(args)` over the heads, checked to be constant.
-template <class Args, class Get>
-auto per_head(std::span<const Args> heads, Get pointer) {
-  using T = std::remove_pointer_t<decltype(pointer(heads[0]))>;
-  PerHead<T> result{pointer(heads[0]), 0};
-  if (heads.size() > 1) result.step = pointer(heads[1]) - pointer(heads[0]);
-  for (size_t h = 2; h < heads.size(); ++h) {
-    require(pointer(heads[h]) == result[static_cast<int64_t>(h)], Status::internal,
-            "heads of a chunk are not evenly spaced");
-  }
-  return result;
+inline HeadRows<const uint16_t> head_rows(const HeadsView& x) {
+  return {static_cast<const uint16_t*>(x.data), x.head_stride, x.row_stride};
 }
-
-// The same for a RowsView or MutableRowsView of 16-bit elements.
-template <class T, class Args, class Get>
-HeadRows<T> head_rows(std::span<const Args> heads, Get view) {
-  const auto first = view(heads[0]);
-  const auto at = per_head(heads, [&](const Args& args) { return static_cast<T*>(view(args).data); });
-  return {at.base, at.step, first.row_stride};
+inline HeadRows<uint16_t> head_rows(const MutableHeadsView& x) {
+  return {static_cast<uint16_t*>(x.data), x.head_stride, x.row_stride};
 }
 
 }  // namespace scope::cuda

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/launch.h"
+#include "stages/score.h"
 
 namespace scope::cuda {
 
@@ -44,6 +45,27 @@ struct ProxyLaunch {
     return sum;
   }
 };
+
+inline ProxyLaunch proxy_launch(const Proxy& proxy, int64_t heads) {
+  require(proxy.kind == ProxyKind::codes || proxy.k.dtype != DType::f32, Status::dtype,
+          "scores on CUDA are of f16 or bf16 keys");
+  ProxyLaunch p{};
+  p.exact = proxy.kind == ProxyKind::exact;
+  p.f16 = proxy.k.dtype == DType::f16;
+  p.heads = static_cast<int32_t>(heads);
+  p.groups = static_cast<int32_t>(proxy.groups);
+  p.count = static_cast<int32_t>(proxy.count);
+  p.dim = static_cast<int32_t>(proxy.k.dim);
+  p.subspaces = static_cast<int32_t>(proxy.subspaces);
+  p.codes = static_cast<int32_t>(proxy.codes);
+  p.scale = proxy.scale;
+  p.centroids = proxy.centroids;
+  p.tables = proxy.tables;
+  p.labels = proxy.labels;
+  p.k = head_rows(proxy.k);
+  p.rows = proxy.rows;
+  return p;
+}
 
 struct MaskLaunch {
   PerHead<uint32_t> rows;  // [groups, words]; null: only candidates are wanted

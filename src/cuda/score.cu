@@ -82,46 +82,31 @@ __global__ void write_scores(ProxyLaunch proxy, int32_t first, int32_t n, float*
 
 }  // namespace
 
-void score(const Exec& exec, std::span<const ScoreArgs> heads) {
-  const ScoreArgs& first = heads[0];
-  require(first.dim <= 128 && first.partition->size() <= 128, Status::unsupported, "score: more than 128 channels");
+void score(const Exec& exec, const ScoreArgs& args) {
+  require(args.dim <= 128 && args.partition->size() <= 128, Status::unsupported, "score: more than 128 channels");
   Channels channels{};
   int n = 0;
-  for (size_t m = 0; m < first.partition->size(); ++m) {
-    for (const int32_t channel : (*first.partition)[m]) channels.channel[n++] = static_cast<uint8_t>(channel);
+  for (size_t m = 0; m < args.partition->size(); ++m) {
+    for (const int32_t channel : (*args.partition)[m]) channels.channel[n++] = static_cast<uint8_t>(channel);
     channels.begin[m + 1] = static_cast<uint8_t>(n);
   }
-  const TablesLaunch args{per_head(heads, [](const ScoreArgs& a) { return a.centroids; }),
-                          per_head(heads, [](const ScoreArgs& a) { return a.codebooks; }),
-                          per_head(heads, [](const ScoreArgs& a) { return a.tables; }),
-                          static_cast<int32_t>(first.groups),
-                          static_cast<int32_t>(first.dim),
-                          static_cast<int32_t>(first.partition->size()),
-                          static_cast<int32_t>(first.codes),
-                          first.scale};
-  const int64_t group_tiles = ceil_div(first.groups, kGroupTile), code_tiles = ceil_div(first.codes, kCodeTile);
-  const int64_t blocks = static_cast<int64_t>(heads.size()) * args.subspaces * group_tiles * code_tiles;
-  launch(exec, "build_tables", build_tables, blocks, 256, 0, args, channels, static_cast<int>(group_tiles),
+  const TablesLaunch tables{args.centroids,
+                            args.codebooks,
+                            args.tables,
+                            static_cast<int32_t>(args.groups),
+                            static_cast<int32_t>(args.dim),
+                            static_cast<int32_t>(args.partition->size()),
+                            static_cast<int32_t>(args.codes),
+                            args.scale};
+  const int64_t group_tiles = ceil_div(args.groups, kGroupTile), code_tiles = ceil_div(args.codes, kCodeTile);
+  const int64_t blocks = args.heads * tables.subspaces * group_tiles * code_tiles;
+  launch(exec, "build_tables", build_tables, blocks, 256, 0, tables, channels, static_cast<int>(group_tiles),
          static_cast<int>(code_tiles));
 }
 
 void score_rows(const Exec& exec, const Proxy& proxy, int64_t first, int64_t n, float* out, int64_t stride) {
-  const ProxyLaunch p{proxy.kind == ProxyKind::exact,
-                      proxy.k.dtype == DType::f16,
-                      1,
-                      static_cast<int32_t>(proxy.groups),
-                      static_cast<int32_t>(proxy.count),
-                      static_cast<int32_t>(proxy.k.dim),
-                      static_cast<int32_t>(proxy.subspaces),
-                      static_cast<int32_t>(proxy.codes),
-                      proxy.scale,
-                      {proxy.centroids, 0},
-                      {proxy.tables, 0},
-                      {proxy.labels, 0},
-                      {static_cast<const uint16_t*>(proxy.k.data), 0, proxy.k.row_stride},
-                      proxy.rows};
-  launch(exec, "write_scores", write_scores, blocks_for(exec, 8, ceil_div(n * proxy.count, 256)), 256, 0, p,
-         static_cast<int32_t>(first), static_cast<int32_t>(n), out, stride);
+  launch(exec, "write_scores", write_scores, blocks_for(exec, 8, ceil_div(n * proxy.count, 256)), 256, 0,
+         proxy_launch(proxy, 1), static_cast<int32_t>(first), static_cast<int32_t>(n), out, stride);
 }
 
 }  // namespace scope::cuda

@@ -3,7 +3,8 @@
 
 #include "core/numeric.h"
 #include "cuda/device/ptx_sm80.cuh"
-#include "cuda/tail.h"
+#include "cuda/proxy.h"
+#include "cuda/stages.h"
 
 namespace scope::cuda {
 
@@ -16,6 +17,23 @@ constexpr int kGroups = 32, kKeys = 64, kQuarters = 4, kThreads = 256, kMeanThre
 constexpr float kLag = 6, kLog2E = 1.44269504f;
 // Bytes of shared memory beside the dynamic part.
 constexpr int kStaticShared = 2 * kGroups * kKeys / 32 * 4 + 2 * kQuarters * kGroups * 4;
+
+constexpr int kTailParts = 8;  // of the keys; a constant, so that the sums do not depend on the chunk
+
+struct TailLaunch {
+  HeadRows<const uint16_t> v;
+  PerHead<float> k, value, bias;
+  PerHead<const int32_t> sizes;
+  PerHead<float> parts;  // scratch [groups, kTailParts, 2 + 2 dim]
+};
+
+// The keys that each group keeps.
+struct KeptLaunch {
+  PerHead<const uint32_t> rows;  // [groups, words]
+  int64_t words;
+};
+
+int64_t parts_size(int64_t groups, int64_t dim) { return groups * kTailParts * (2 + 2 * dim); }
 
 // Where logits come from. Shared tables are [groups / 8][subspaces, codes][8 groups]: four keys' codes fall into
 // different banks more often than not.
@@ -56,7 +74,7 @@ __device__ uint32_t kept_bits(const ProxyLaunch& p, const uint32_t* row, int32_t
 }
 
 // Which of keys [first, first + 32) a group drops, as bits.
-__device__ uint32_t dropped_bits(const ProxyLaunch& p, const MaskLaunch& mask, const TailLaunch& tail, int64_t head,
+__device__ uint32_t dropped_bits(const ProxyLaunch& p, const KeptLaunch& mask, const TailLaunch& tail, int64_t head,
                                  int group, int64_t first, int64_t end) {
   if (group >= p.groups || first >= end || tail.sizes[head][group] == 0) return 0;
   const uint32_t valid = end - first >= 32 ? ~0u : (1u << (end - first)) - 1;
@@ -65,7 +83,7 @@ __device__ uint32_t dropped_bits(const ProxyLaunch& p, const MaskLaunch& mask, c
 
 // The same sums for one group, key by key: a kept key or value that is not finite must not reach them, and products with
 // a weight of zero would let it.
-__device__ float plain_sum(const ProxyLaunch& p, const MaskLaunch& mask, const TailLaunch& tail, int64_t head, int group,
+__device__ float plain_sum(const ProxyLaunch& p, const KeptLaunch& mask, const TailLaunch& tail, int64_t head, int group,
                            int64_t begin, int64_t end, float top, int channel, float& total) {
   float sum = 0;
   total = 0;
@@ -85,7 +103,7 @@ __device__ float plain_sum(const ProxyLaunch& p, const MaskLaunch& mask, const T
 
 // A part's result for one group: about its highest dropped logit, the sum of weights relative to it, and two weighted sums.
 template <class T, int kDim, Source kSource>
-__global__ void __launch_bounds__(kThreads, 1) tail_sums(ProxyLaunch p, MaskLaunch mask, TailLaunch tail, int group_blocks) {
+__global__ void __launch_bounds__(kThreads, 1) tail_sums(ProxyLaunch p, KeptLaunch mask, TailLaunch tail, int group_blocks) {
   extern __shared__ __align__(256) char shared[];  // places are XORed with channel offsets
   __shared__ uint32_t dropped[2][kGroups][kKeys / 32];
   __shared__ float tops[kQuarters][kGroups], totals[kQuarters][kGroups];
@@ -343,13 +361,40 @@ __global__ void __launch_bounds__(kMeanThreads) tail_means(ProxyLaunch p, TailLa
   tail.bias[head][group] = any ? top + logf(total) - p.scale * centre : -INFINITY;
 }
 
+// Group c sees virtual key c, unless it dropped nothing. A block per row of a head.
+__global__ void __launch_bounds__(kMeanThreads) tail_mask(TailLaunch tail, PerHead<uint32_t> mask, int groups, int rows) {
+  const int head = blockIdx.x / rows, c = blockIdx.x % rows, words = (groups + 31) / 32;
+  const bool sees = c < groups && tail.sizes[head][c] > 0 && isfinite(tail.bias[head][c]);
+  for (int w = threadIdx.x; w < words; w += kMeanThreads) {
+    mask[head][int64_t{c} * words + w] = sees && w == c / 32 ? 1u << (c % 32) : 0u;
+  }
+}
+
 }  // namespace
 
-void tail_pass(const Exec& exec, const ProxyLaunch& p, const MaskLaunch& mask, const TailLaunch& tail) {
+int64_t tail_scratch(const Exec&, const Sizes& sizes) {
+  return sizes.extra == 0 ? 0 : sizes.heads * parts_size(sizes.groups, sizes.dim) * 4;
+}
+
+void tail(const Exec& exec, const TailArgs& args) {
+  switch (args.tail) {
+    case Tail::none:
+      return;
+    case Tail::first_order:
+      break;
+    case Tail::centroids:
+      fail(Status::unsupported, "tail: cuda has no centroids");
+  }
+  const ProxyLaunch p = proxy_launch(args.proxy, args.heads);
+  const int64_t room = parts_size(p.groups, p.dim);
+  require(args.heads * room * 4 <= args.scratch.bytes, Status::internal, "tail: scratch is smaller than its plan");
+  const TailLaunch tail{head_rows(args.v), args.k,     args.value,
+                        args.bias,         args.sizes, {static_cast<float*>(args.scratch.data), room}};
+  const KeptLaunch kept{args.kept, mask_words(args.proxy.k.tokens)};
   const int64_t group_blocks = ceil_div(p.groups, kGroups);
   const auto sums = [&]<class T, int kDim, Source kSource>() {
     launch(exec, "tail_sums", tail_sums<T, kDim, kSource>, p.heads * group_blocks * kTailParts, kThreads,
-           Space<kDim>::bytes(p, kSource), p, mask, tail, static_cast<int>(group_blocks));
+           Space<kDim>::bytes(p, kSource), p, kept, tail, static_cast<int>(group_blocks));
   };
   const auto from = [&]<class T, int kDim>() {
     if (p.exact) {
@@ -363,6 +408,8 @@ void tail_pass(const Exec& exec, const ProxyLaunch& p, const MaskLaunch& mask, c
   const auto of = [&]<class T>() { p.dim <= 64 ? from.template operator()<T, 64>() : from.template operator()<T, 128>(); };
   p.f16 ? of.template operator()<__half>() : of.template operator()<__nv_bfloat16>();
   launch(exec, "tail_means", tail_means, int64_t{p.heads} * p.groups, kMeanThreads, 0, p, tail);
+  launch(exec, "tail_mask", tail_mask, args.heads * args.rows, kMeanThreads, 0, tail, args.mask, p.groups,
+         static_cast<int>(args.rows));
 }
 
 }  // namespace scope::cuda

@@ -1,4 +1,4 @@
-// The method table: a method is a row of settings.
+// The method table: a method is a row of settings, and what no setting says of it.
 #pragma once
 
 #include <span>
@@ -8,10 +8,21 @@
 
 namespace scope {
 
+struct Model;
+
 struct Method {
   const char* name;
   const char* help;
-  Settings (*settings)();
+  bool shares_branches = false;                  // the branches of guidance go on from one state
+  bool profiled = false;                         // published with least shares from a profile
+  void (*apply_model)(const Model&, Settings&);  // what a known model overrides, besides its schedule
+  Settings (*defaults)();
+
+  Settings settings() const {
+    Settings made = defaults();
+    made.method = this;
+    return made;
+  }
 };
 
 std::span<const Method> methods_table();

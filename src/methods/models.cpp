@@ -1,6 +1,9 @@
 // Per-model shapes, RoPE ranges and schedules.
 #include "methods/models.h"
 
+#include "methods/methods.h"
+#include "stages/choices.h"
+
 namespace scope {
 
 namespace {
@@ -135,26 +138,15 @@ const Model& find_model(std::string_view name) {
   for (const Model& model : kTable) {
     if (name == model.name) return model;
   }
-  std::string names;
-  for (const Model& model : kTable) names += fmt::format("{}{}", names.empty() ? "" : ", ", model.name);
-  fail(Status::invalid_argument, "model: there is no \"{}\"; there are {}", name, names);
+  fail(Status::invalid_argument, "model: there is no \"{}\"; there are {}", name, names(models_table(), ", "));
 }
 
 void apply_model(const Model& model, Settings& settings) {
-  if (!keeps_codes(settings.rule)) settings.rho = model.rho;  // the baselines' are the same for every model
-  const bool svoo = settings.group == Grouping::cocluster;
-  if ((settings.rule == Rule::clusters || settings.rule == Rule::error_aware) && !svoo) settings.groups = model.svg2_groups;
-  if (svoo) {
-    settings.rho = model.svoo.p;
-    settings.profile_low = model.svoo.low;
-    settings.profile_high = model.svoo.high;
-    settings.reuse_start = model.svoo.start;
-    settings.reuse_interval = model.svoo.interval;
-  }
   settings.dense_layers = 1;
   settings.dense_steps = model.dense_steps;
-  settings.warm_prefix = model.warm_prefix && !svoo;  // each of its clusterings starts from random rows
+  settings.warm_prefix = model.warm_prefix;
   settings.layers = model.layers;
+  settings.method->apply_model(model, settings);
 }
 
 }  // namespace scope

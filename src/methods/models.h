@@ -29,6 +29,7 @@ struct Model {
 
 std::span<const Model> models_table();
 const Model& find_model(std::string_view name);
+// The schedule of the model, then what its row says for the settings' method.
 void apply_model(const Model& model, Settings& settings);
 
 }  // namespace scope

@@ -12,14 +12,19 @@
 #include "stages/group.h"
 #include "stages/score.h"
 #include "stages/select.h"
+#include "stages/tail.h"
 
 namespace scope {
 
-enum class Tail { none, first_order, centroids };
+struct Method;
+// The row `scope`, whose settings are the defaults below.
+const Method& default_method();
+
 enum class KernelChoice { automatic, wgmma, portable };
 
 struct Settings {
-  bool dense = false;  // the method `dense`: no selection at all
+  const Method* method = &default_method();  // whose row these began as
+  bool dense = false;                        // the method `dense`: no selection at all
   Grouping group = Grouping::kmeans;
   int64_t groups = 0;    // 0: auto
   int64_t q_block = 64;  // queries of a block
@@ -56,13 +61,13 @@ struct Settings {
 struct Setting {
   const char* name;
   const char* stage;   // whose choice it is
-  const char* values;  // what it takes, for people
-  const char* help;
+  std::string values;  // what it takes, for people
+  std::string help;
   void (*set)(Settings&, std::string_view text);  // throws on a value outside `values`
   std::string (*get)(const Settings&);
 };
 
-std::span<const Setting> settings_table();
+std::span<const Setting> settings_table();  // lives as long as the process
 // Throws Status::invalid_argument; an unknown name lists those that exist.
 void set_setting(Settings& settings, std::string_view name, std::string_view text);
 std::string get_setting(const Settings& settings, std::string_view name);

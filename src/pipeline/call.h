@@ -7,16 +7,13 @@
 
 namespace scope {
 
-// Where K-means starts. The CPU reads the state (automatic); a GPU call cannot wait for that, so the host must say.
-enum class Start : int { automatic = 0, first = 1, warm = 2 };
-
 struct CallStats {
   Reason reason = Reason::sparse;
   bool warm = false;            // every sample started from its state, or reused its clusters
   int iterations = 0;           // K-means iterations run; 0: none
   const char* arithmetic = "";  // of attend: f32, bf16 or f16
   const char* kernel = "";      // of attend: avx512, avx2, portable; wgmma or portable on a GPU
-  // The rest is NaN after a call on a GPU, until read_stats.
+  // The rest is NaN after a call on a device, until read_stats.
   double density = 0;  // mean over heads
   double total_density = 0;
   // Seconds
@@ -39,28 +36,33 @@ struct CallArgs {
   TensorView q, k, v;                       // [batch, heads, tokens, dim]
   MutableTensorView out;                    // like q; may be null when only a selection is asked for
   float* lse = nullptr;                     // [batch, heads, q_tokens]
-  const int64_t* q_lengths = nullptr;       // [batch] valid queries; null: all
-  const int64_t* k_lengths = nullptr;       // [batch] valid keys; null: all
+  float scale = 0;                          // of a logit; 0: 1 / sqrt(dim)
+  const int64_t* q_lengths = nullptr;       // [batch] queries from there on are padding; null: none
+  const int64_t* k_lengths = nullptr;       // [batch] keys from there on are padding; null: none
+  const uint32_t* valid_queries = nullptr;  // [batch, mask_words(q_tokens)] queries that are not padding; null: all
+  const uint32_t* valid_keys = nullptr;     // [batch, mask_words(k_tokens)] keys that are not padding; null: all
   const uint32_t* keep = nullptr;           // [batch, mask_words(k_tokens)] keys that every query sees
   const uint32_t* dense_queries = nullptr;  // [batch, mask_words(q_tokens)] queries that see every valid key
   Place place;
-  void* state = nullptr;  // plan.state_bytes, initialised; null: every call is a first call
-  Start start = Start::automatic;
-  void* stream = nullptr;  // GPU: the cudaStream_t of everything this call does
+  State* state = nullptr;  // null: every call is a first call
+  void* stream = nullptr;  // a device's queue of everything this call does
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
+  void* report = nullptr;  // plan.report_bytes of the backend's memory for what the call finds; null: in the workspace
   SelectionOut selection;
   CallStats* stats = nullptr;
   HeadStats* head_stats = nullptr;  // [batch, heads]
 };
 
-// Throws before anything is written when an argument is wrong. On a GPU every tensor, the state, the workspace, lse and the
-// selection are device memory, lengths and bitmasks are the host's, the call returns before the work is done, and
-// head_stats must be null.
+// Throws before anything is written when an argument is wrong. On a device every tensor, the state, the workspace, lse, the
+// report and the selection are its memory, lengths and bitmasks are the host's, the call returns before the work is done,
+// and head_stats must be null.
 void call(const Plan& plan, const CallArgs& args);
-// What the last call with this workspace found: waits for args.stream, completes *args.stats and fills args.head_stats.
-// Throws Status::non_finite or invalid_argument (state) where the call could not.
+// What the last call with this workspace (or report) found: waits for args.stream, completes *args.stats and fills
+// args.head_stats. Throws Status::non_finite or invalid_argument (state) where the call could not.
 void read_stats(const Plan& plan, const CallArgs& args);
+// The same from a report that was copied to the host, but for times; both outputs are optional.
+void read_report(const Plan& plan, const void* report, CallStats* stats, HeadStats* heads);
 
 // attend alone, on a selection in the public format (labels, mask, keep); mask rows: plan.selection_groups.
 struct SelectedArgs {

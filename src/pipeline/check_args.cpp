@@ -2,17 +2,14 @@
 #include "pipeline/check_args.h"
 
 #include <algorithm>
-#include <atomic>
-#include <numeric>
+#include <cmath>
+#include <utility>
 
 #include "core/numeric.h"
-#include "cpu/kernels.h"
 
 namespace scope {
 
 namespace {
-
-constexpr float kMostMagnitude = 1e18f;  // its square, summed over 256 channels, is still a float
 
 template <class View>
 void check_tensor(const char* name, const View& x, const Shape& shape, int64_t tokens) {
@@ -34,20 +31,60 @@ void check_tensor(const char* name, const View& x, const Shape& shape, int64_t t
   extent("token_stride", x.token_stride, x.tokens);
 }
 
-// Kernels move 16 bytes at a time, and never copy a tensor to make that possible.
+// Kernels move whole pieces of a row at a time, and never copy a tensor to make that possible.
 template <class View>
-void check_device_tensor(const char* name, const View& x) {
+void check_rows(const char* name, const View& x, int64_t bytes) {
   if (x.tokens == 0) return;
-  require(reinterpret_cast<uintptr_t>(x.data) % 16 == 0, Status::alignment, "{}: address {} is not a multiple of 16", name,
-          x.data);
-  require(x.batch_stride % 8 == 0 && x.head_stride % 8 == 0 && x.token_stride % 8 == 0, Status::alignment,
-          "{}: strides [{}, {}, {}, 1] are not multiples of 8 elements", name, x.batch_stride, x.head_stride,
-          x.token_stride);
+  const int64_t elements = bytes / dtype_bytes(x.dtype);
+  require(reinterpret_cast<uintptr_t>(x.data) % static_cast<uintptr_t>(bytes) == 0, Status::alignment,
+          "{}: address {} is not a multiple of {}", name, x.data, bytes);
+  require(x.batch_stride % elements == 0 && x.head_stride % elements == 0 && x.token_stride % elements == 0,
+          Status::alignment, "{}: strides [{}, {}, {}, 1] are not multiples of {} elements", name, x.batch_stride,
+          x.head_stride, x.token_stride, elements);
 }
 
-void check_device_words(const char* name, const void* pointer) {
+void check_words(const char* name, const void* pointer) {
   require(reinterpret_cast<uintptr_t>(pointer) % 4 == 0, Status::alignment, "{}: address {} is not a multiple of 4", name,
           pointer);
+}
+
+// What `out` must not touch: bytes that a call reads or writes besides it.
+void check_apart(const MutableTensorView& out, const char* name, const void* other, int64_t bytes) {
+  require(!overlaps(out.data, extent_bytes(out), other, bytes), Status::invalid_argument, "out: it overlaps {}", name);
+}
+
+// Elements that a tensor spans along the axes whose stride is below `period`, if all others step by whole periods; else 0.
+template <class View>
+int64_t span_within(const View& x, int64_t period) {
+  int64_t span = x.dim;
+  for (const auto& [stride, n] :
+       {std::pair(x.batch_stride, x.batch), {x.head_stride, x.heads}, {x.token_stride, x.tokens}}) {
+    if (n <= 1) continue;
+    if (stride < period) {
+      span += stride * (n - 1);
+    } else if (stride % period != 0) {
+      return 0;
+    }
+  }
+  return span;
+}
+
+// Tensors cut from one buffer, such as fused projections, share a range of addresses and no element.
+bool interleaved(const MutableTensorView& a, const TensorView& b) {
+  const int64_t bytes = dtype_bytes(a.dtype);
+  const auto apart = static_cast<const std::byte*>(b.data) - static_cast<const std::byte*>(a.data);
+  for (const int64_t period : {a.batch_stride, a.head_stride, a.token_stride}) {
+    if (period <= 0 || apart % bytes != 0) continue;
+    const int64_t of_a = span_within(a, period), of_b = span_within(b, period);
+    const int64_t offset = (apart / bytes % period + period) % period;
+    if (of_a > 0 && of_b > 0 && offset >= of_a && offset + of_b <= period) return true;
+  }
+  return false;
+}
+
+void check_apart(const MutableTensorView& out, const char* name, const TensorView& other) {
+  if (out.data != nullptr && other.data != nullptr && interleaved(out, other)) return;
+  check_apart(out, name, other.data, extent_bytes(other));
 }
 
 // Two different outputs must not share an element: with strides in ascending order, each step clears what lies below.
@@ -83,32 +120,40 @@ void check_args(const Plan& plan, const CallArgs& args, bool needs_v) {
     check_tensor("v", args.v, shape, shape.k_tokens);
     check_tensor("out", args.out, shape, shape.q_tokens);
     check_no_overlap(args.out);
-    require(args.out.data != args.q.data || args.out.data == nullptr ||
-                (args.out.batch_stride == args.q.batch_stride && args.out.head_stride == args.q.head_stride &&
-                 args.out.token_stride == args.q.token_stride),
-            Status::invalid_argument, "out: it is q's memory with other strides");
-    require(args.out.data == nullptr || (args.out.data != args.k.data && args.out.data != args.v.data),
-            Status::invalid_argument, "out: it is the same memory as {}", args.out.data == args.k.data ? "k" : "v");
+    const bool in_place = args.out.data == args.q.data && args.out.batch_stride == args.q.batch_stride &&
+                          args.out.head_stride == args.q.head_stride && args.out.token_stride == args.q.token_stride;
+    if (!in_place) check_apart(args.out, "q, and is not q itself with q's strides", args.q);
+    check_apart(args.out, "k", args.k);
+    check_apart(args.out, "v", args.v);
+    check_apart(args.out, "the workspace", args.workspace, args.workspace_bytes);
+    check_apart(args.out, "lse", args.lse, shape.batch * shape.heads * shape.q_tokens * 4);
+    check_apart(args.out, "the report", args.report, plan.report_bytes);
+    if (args.state != nullptr) check_apart(args.out, "the state", args.state->memory(), args.state->bytes());
   }
-  if (plan.exec.device != nullptr) {
-    check_device_tensor("q", args.q);
-    check_device_tensor("k", args.k);
+  require(std::isfinite(args.scale) && args.scale >= 0, Status::invalid_argument,
+          "scale: got {}, expected a number above 0, or 0 for 1 / sqrt(dim)", args.scale);
+  require(reinterpret_cast<uintptr_t>(args.report) % 16 == 0, Status::alignment,
+          "report: address {} is not a multiple of 16", args.report);
+  const Capabilities& can = plan.backend->can;
+  if (can.row_bytes > 0) {
+    check_rows("q", args.q, can.row_bytes);
+    check_rows("k", args.k, can.row_bytes);
     if (needs_v) {
-      check_device_tensor("v", args.v);
-      check_device_tensor("out", args.out);
+      check_rows("v", args.v, can.row_bytes);
+      check_rows("out", args.out, can.row_bytes);
     }
-    check_device_words("lse", args.lse);
+  }
+  if (!can.host) {
+    check_words("lse", args.lse);
     const SelectionOut& s = args.selection;
     for (const void* pointer :
          {static_cast<const void*>(s.labels), static_cast<const void*>(s.sizes), static_cast<const void*>(s.counts),
           static_cast<const void*>(s.mask), static_cast<const void*>(s.keep), static_cast<const void*>(s.centroids),
           static_cast<const void*>(s.codebooks), static_cast<const void*>(s.codes)}) {
-      check_device_words("selection", pointer);
+      check_words("selection", pointer);
     }
     require(args.head_stats == nullptr, Status::invalid_argument,
-            "head_stats: a GPU call cannot wait for them; read them after it");
-    require(args.state == nullptr || args.start != Start::automatic, Status::invalid_argument,
-            "start: a GPU call cannot read its state; say first or warm");
+            "head_stats: a call on a device cannot wait for them; read them after it");
   }
   check_lengths("q_lengths", args.q_lengths, shape.batch, shape.q_tokens);
   check_lengths("k_lengths", args.k_lengths, shape.batch, shape.k_tokens);
@@ -116,27 +161,37 @@ void check_args(const Plan& plan, const CallArgs& args, bool needs_v) {
           "dense_queries: the plan was made without them (set dense_queries in its shape)");
 }
 
-void check_finite(const Plan& plan, const CallArgs& args) {
-  const Exec& exec = plan.context.exec();
-  const auto check = [&](const char* name, const TensorView& x, const int64_t* lengths) {
-    if (x.tokens == 0) return;
-    std::atomic<int64_t> bad{-1};
-    constexpr int64_t kRows = 2048;
-    const int64_t blocks = ceil_div(x.tokens, kRows);
-    exec.pool->run(x.batch * x.heads * blocks, [&](int64_t i, int) {
-      const int64_t head = i / blocks, b = head / x.heads, first = i % blocks * kRows;
-      const int64_t end = std::min(first + kRows, lengths == nullptr ? x.tokens : lengths[b]);
-      int32_t rows[kRows];
-      if (end <= first) return;
-      std::iota(rows, rows + (end - first), static_cast<int32_t>(first));
-      if (!exec.kernels->all_within(x.head(b, head % x.heads), rows, end - first, kMostMagnitude)) bad = head;
-    });
-    require(bad < 0, Status::non_finite,
-            "{}: NaN, Inf or a magnitude over 1e18 among the valid tokens of sample {}, head {}", name, bad / x.heads,
-            bad % x.heads);
+void check_finite(const Plan& plan, const Exec& exec, const CallArgs& args) {
+  if (plan.backend->check_finite == nullptr) return;
+  plan.backend->check_finite(exec, "q", args.q, args.q_lengths, args.valid_queries);
+  plan.backend->check_finite(exec, "k", args.k, args.k_lengths, args.valid_keys);
+}
+
+void check_selection(const Plan& plan, const CallArgs& args, const SelectedArgs& selected) {
+  require(!plan.settings.dense, Status::invalid_argument, "plan: method dense has no selection");
+  require(selected.labels != nullptr && selected.mask != nullptr, Status::invalid_argument,
+          "selection: labels and mask are needed, got null");
+  if (!plan.backend->can.host) return;  // what is in device memory cannot be refused: it is dropped, see ImportArgs
+  const Shape& shape = plan.shape;
+  const int64_t heads = shape.batch * shape.heads, words = mask_words(shape.k_tokens);
+  for (int64_t i = 0; i < heads * shape.q_tokens; ++i) {
+    require(selected.labels[i] >= -1 && selected.labels[i] < plan.selection_groups, Status::invalid_argument,
+            "selection.labels[{}]: got {}, expected -1..{}", i, selected.labels[i], plan.selection_groups - 1);
+  }
+  // Bits of padding would read it, or past k and v.
+  const auto check_row = [&](const char* name, const uint32_t* row, int64_t b) {
+    const int64_t length = args.k_lengths == nullptr ? shape.k_tokens : args.k_lengths[b];
+    for (int64_t w = 0; w < words; ++w) {
+      const uint32_t inside = length >= 32 * (w + 1) ? ~0u : length <= 32 * w ? 0u : ~(~0u << (length % 32));
+      const uint32_t valid = args.valid_keys == nullptr ? inside : inside & args.valid_keys[b * words + w];
+      require((row[w] & ~valid) == 0, Status::invalid_argument,
+              "selection.{}: sample {} has bits of keys that are not valid", name, b);
+    }
   };
-  check("q", args.q, args.q_lengths);
-  check("k", args.k, args.k_lengths);
+  for (int64_t r = 0; r < heads * plan.selection_groups; ++r) {
+    check_row("mask", selected.mask + r * words, r / (shape.heads * plan.selection_groups));
+  }
+  for (int64_t b = 0; selected.keep != nullptr && b < shape.batch; ++b) check_row("keep", selected.keep + b * words, b);
 }
 
 }  // namespace scope

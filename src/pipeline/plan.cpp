@@ -4,11 +4,9 @@
 #include <algorithm>
 
 #include "core/numeric.h"
-#include "cpu/kernels.h"
-#include "cuda/clock.h"
-#include "cuda/device.h"
 #include "methods/partition.h"
 #include "pipeline/state.h"
+#include "stages/backends.h"
 
 namespace scope {
 
@@ -44,110 +42,82 @@ void check_shape(const Shape& shape) {
 
 }  // namespace
 
+Context::Context(const ContextOptions& options)
+    : backend_(&find_backend(options.backend)),
+      pool_(std::make_unique<ThreadPool>(checked_threads(options.threads))),
+      machine_(backend_->open(options, *pool_)) {}
+
 Context::Context(int threads, std::string_view instruction_set)
-    : backend_(cpu_backend()), pool_(std::make_unique<ThreadPool>(checked_threads(threads))) {
-  std::string names = "auto";
-  for (const auto& set : cpu::instruction_sets()) {
-    names += fmt::format(", {}", set.name);
-    if (exec_.kernels == nullptr && (instruction_set == "auto" || instruction_set == set.name)) {
-      exec_.pool = pool_.get();
-      exec_.kernels = set.kernels;
-      exec_.attend_kernels = set.attend;
-      instruction_set_ = set.name;
-    }
-  }
-  require(exec_.kernels != nullptr, Status::unsupported, "instruction_set: got \"{}\", this machine has {}", instruction_set,
-          names);
-  if (instruction_set_ == "avx512") exec_.attend_kernels_bf16 = cpu::bf16_dot_kernels();
-}
+    : Context(ContextOptions{.threads = threads, .instruction_set = std::string(instruction_set)}) {}
 
-Context Context::on_gpu(int index, int threads) {
-  require(cuda::built(), Status::unsupported, "backend: this build has no CUDA");
-  const auto found = cuda::devices();
-  require(!found.empty(), Status::unsupported, "backend: there is no GPU, or no driver for it");
-  const auto at = std::find_if(found.begin(), found.end(), [&](const cuda::Device& x) { return x.index == index; });
-  require(at != found.end(), Status::invalid_argument, "device: got {}, expected 0..{}", index, found.back().index);
-  const cuda::Device& device = *at;
-  require(device.major >= 8, Status::unsupported, "device: {} is sm_{}{}, expected sm_80 or later", device.name,
-          device.major, device.minor);
-  Context context(threads);
-  context.backend_ = cuda_backend();
-  context.device_ = std::make_shared<const cuda::Device>(device);
-  context.clock_ = cuda::make_clock(device.index);
-  context.exec_.device = context.device_.get();
-  context.exec_.clock = context.clock_.get();
-  context.instruction_set_ = fmt::format("sm_{}{}", device.major, device.minor);
-  return context;
-}
-
-void Plan::check_device() const {
-  const cuda::Device* device = context.device();
-  if (device == nullptr) {
-    require(settings.kernel == KernelChoice::automatic, Status::unsupported,
-            "kernel: {} is a CUDA kernel, and this context runs on the CPU", get_setting(settings, "kernel"));
-    return;
-  }
-  require(shape.dtype != DType::f32, Status::unsupported, "dtype: got f32, CUDA takes f16 and bf16");
-  require(shape.dim <= 128 && shape.dim % 8 == 0, Status::unsupported, "dim: got {}, CUDA takes multiples of 8 up to 128",
-          shape.dim);
-  const auto fits = [](const char* name, int64_t value, int64_t most) {
-    require(value <= most, Status::size_limit, "{}: got {}, CUDA takes up to {}", name, value, most);
+// Everything that is refused because the backend lacks it, by name.
+void Plan::check_backend() const {
+  const Capabilities& can = backend->can;
+  const char* name = backend->name;
+  require(can.dtypes.has(shape.dtype), Status::unsupported, "dtype: {} has no {}", name, dtype_name(shape.dtype));
+  require(shape.dim <= can.most_dim && shape.dim % can.dim_multiple == 0, Status::unsupported,
+          "dim: got {}, {} takes multiples of {} up to {}", shape.dim, name, can.dim_multiple, can.most_dim);
+  const auto fits = [&](const char* what, int64_t value, int64_t most) {
+    require(value <= most, Status::size_limit, "{}: got {}, {} takes up to {}", what, value, name, most);
   };
-  fits("q_tokens", shape.q_tokens, (int64_t{1} << 31) - 70000);
-  fits("k_tokens", shape.k_tokens, settings.dense ? (int64_t{1} << 31) - 70000 : (int64_t{1} << 26) - 1);
-  require(settings.kernel != KernelChoice::wgmma || device->major == 9, Status::unsupported,
-          "kernel: wgmma needs sm_90, {} is sm_{}{}", device->name, device->major, device->minor);
+  fits("q_tokens", shape.q_tokens, can.most_tokens);
+  fits("k_tokens", shape.k_tokens, settings.dense ? can.most_tokens : can.most_selected_keys);
+  if (settings.dense) return;
+  const auto has = [&](const char* setting, const auto& choices, auto choice) {
+    require(choices.has(choice), Status::unsupported, "{}: {} has no {}", setting, name, row(choice).name);
+  };
+  has("group", can.groupings, settings.group);
+  has("encode", can.encodings, settings.encode);
+  has("proxy", can.proxies, settings.proxy);
+  has("rule", can.rules, settings.rule);
+  has("tail", can.tails, settings.tail);
+  require(settings.profile == nullptr || can.profiles, Status::unsupported, "profile: {} takes none", name);
+  if (rule().whole_codes) fits("codes", codes, can.most_whole_codes);
 }
 
-// Whole codes are those of one subspace, and the blocks rules need to know how alike the rows of a block are.
+// Whole codes are those of one subspace, and some rules need to know how alike the rows of a block are.
 void Plan::check_codes() const {
-  const std::string rule = get_setting(settings, "rule");
-  require(settings.proxy == ProxyKind::codes && partition.size() == 1, Status::invalid_argument,
-          "rule: {} keeps whole codes, and needs proxy codes and a partition with one subspace such as even:1", rule);
-  require(settings.tail != Tail::first_order, Status::invalid_argument,
-          "tail: got first_order, and rule {} takes none or centroids", rule);
-  require(settings.rule == Rule::clusters || settings.rule == Rule::error_aware ||
-              (settings.group == Grouping::blocks && settings.encode == Encoding::blocks),
-          Status::invalid_argument, "rule: {} needs group blocks and encode blocks", rule);
-  require(exec.device == nullptr || codes <= cuda::kMostRankedCodes, Status::size_limit,
-          "codes: got {}, rule {} takes up to {} on CUDA", codes, rule, cuda::kMostRankedCodes);
+  require(row(settings.proxy).codes && partition.size() == 1, Status::invalid_argument,
+          "rule: {} keeps whole codes, and needs proxy codes and a partition with one subspace such as even:1", rule().name);
+  require(!tail().per_group, Status::invalid_argument, "tail: got {}, and rule {} drops whole codes", tail().name,
+          rule().name);
+  require(!rule().similarity || (row(settings.group).blocks && row(settings.encode).blocks), Status::invalid_argument,
+          "rule: {} needs group blocks and encode blocks", rule().name);
 }
 
-// What stands for a cluster is its mean key and value, over all channels in order; a block's code is not its mean key.
+// What stands for a cluster is its mean key and value, over all channels in order.
 void Plan::check_compensation() const {
-  require(keeps_codes(settings.rule), Status::invalid_argument,
-          "tail: got centroids, which stand for whole clusters, and rule {} drops single keys",
-          get_setting(settings, "rule"));
-  require(settings.encode != Encoding::blocks && partition == make_partition("even:1", shape.dim, {}, 0),
-          Status::invalid_argument, "rule, tail: {} and {} need clusters over partition even:1, got encode {} over {}",
-          get_setting(settings, "rule"), get_setting(settings, "tail"), get_setting(settings, "encode"), settings.partition);
-  require(backend->compensate != nullptr, Status::unsupported, "rule, tail: CUDA has no error_aware and no centroids");
+  require(rule().whole_codes, Status::invalid_argument,
+          "tail: got {}, which stands for whole clusters, and rule {} drops single keys", tail().name, rule().name);
+  require(row(settings.encode).means && partition == make_partition("even:1", shape.dim, {}, 0), Status::invalid_argument,
+          "rule, tail: {} and {} need clusters over partition even:1, got encode {} over {}", rule().name, tail().name,
+          row(settings.encode).name, settings.partition);
 }
 
 // Queries and keys are clustered as one, over all channels in order.
 void Plan::check_cocluster() const {
-  require(settings.group == Grouping::cocluster && settings.encode == Encoding::cocluster, Status::invalid_argument,
-          "group, encode: got {} and {}, and cocluster is for both or neither", get_setting(settings, "group"),
-          get_setting(settings, "encode"));
-  require(settings.proxy == ProxyKind::codes && partition == make_partition("even:1", shape.dim, {}, 0),
-          Status::invalid_argument, "group: cocluster needs proxy codes and partition even:1, got {} and {}",
-          get_setting(settings, "proxy"), settings.partition);
-  require(backend->cocluster != nullptr, Status::unsupported, "group: CUDA has no cocluster");
+  const GroupingRow& group = row(settings.group);
+  const EncodingRow& encode = row(settings.encode);
+  require(group.with_keys && encode.with_queries, Status::invalid_argument,
+          "group, encode: got {} and {}, and {} is for both or neither", group.name, encode.name,
+          group.with_keys ? group.name : encode.name);
+  require(row(settings.proxy).codes && partition == make_partition("even:1", shape.dim, {}, 0), Status::invalid_argument,
+          "group: {} needs proxy codes and partition even:1, got {} and {}", group.name, row(settings.proxy).name,
+          settings.partition);
 }
 
 void Plan::check_reuse() const {
-  require(settings.group != Grouping::raster && settings.group != Grouping::blocks && settings.encode != Encoding::blocks,
-          Status::invalid_argument, "reuse_interval: got {}, and group {} with encode {} has no clusters to reuse",
-          settings.reuse_interval, get_setting(settings, "group"), get_setting(settings, "encode"));
-  require(exec.device == nullptr, Status::unsupported, "reuse_interval: got {}, CUDA takes 1", settings.reuse_interval);
+  const GroupingRow& group = row(settings.group);
+  const EncodingRow& encode = row(settings.encode);
+  require(group.reusable && (encode.reusable || codes == 0), Status::invalid_argument,
+          "reuse_interval: got {}, and group {} with encode {} has no clusters to reuse", settings.reuse_interval,
+          group.name, encode.name);
 }
 
 void Plan::check_profile() const {
-  require(settings.rule == Rule::clusters || settings.rule == Rule::error_aware, Status::invalid_argument,
-          "profile: got one, and rule {} takes none", get_setting(settings, "rule"));
+  require(rule().profile, Status::invalid_argument, "profile: got one, and rule {} takes none", rule().name);
   require(settings.profile_low <= settings.profile_high, Status::invalid_argument,
           "profile_low: got {}, expected at most profile_high, {}", settings.profile_low, settings.profile_high);
-  require(exec.device == nullptr, Status::unsupported, "profile: CUDA takes none");
   scope::check_profile(*settings.profile, shape.heads, settings.layers, settings.dense_layers);
 }
 
@@ -156,67 +126,68 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
   check_shape(shape);
   require(!settings.dense || settings.target_density == 0, Status::invalid_argument,
           "target_density: got {}, and method dense keeps everything", settings.target_density);
-  if (settings.target_density > 0 &&
-      (settings.rule == Rule::fixed || settings.rule == Rule::online || settings.rule == Rule::target)) {
-    // These meet a density by themselves, on every backend.
-    if (settings.rule == Rule::online) settings.rule = Rule::target;
+  if (settings.target_density > 0 && rule().meets != Meets::by_bound) {
+    if (rule().meets == Meets::as_target) settings.rule = Rule::target;
     settings.density = settings.target_density;
     settings.target_density = 0;
   }
-  check_device();
-  exec.wgmma = exec.device != nullptr && exec.device->major == 9 && settings.kernel != KernelChoice::portable;
+  backend->configure(exec, get_setting(settings, "kernel"));
   if (!shape.subspaces.empty()) check_partition(shape.subspaces, shape.dim);
   if (!shape.rope.empty())
     make_partition("rope", shape.dim, shape.rope, 0);  // refuses ranges that do not cover the channels
   if (!settings.dense) {
     groups = effective_groups(settings, shape.q_tokens);
     selection_groups = groups + (shape.dense_queries ? 1 : 0);
-    if (settings.proxy == ProxyKind::codes) {
+    if (row(settings.proxy).codes) {
       codes = effective_codes(settings, shape.k_tokens);
-      if (!keeps_codes(settings.rule)) partition = shape.subspaces;
+      if (!rule().whole_codes) partition = shape.subspaces;
       if (partition.empty()) partition = make_partition(settings.partition, shape.dim, shape.rope, settings.seed);
       check_partition(partition, shape.dim);
     }
-    if (keeps_codes(settings.rule)) check_codes();
+    if (rule().whole_codes) check_codes();
     if (compensates()) check_compensation();
-    if (settings.group == Grouping::cocluster || settings.encode == Encoding::cocluster) check_cocluster();
+    if (row(settings.group).with_keys || row(settings.encode).with_queries) check_cocluster();
     if (reuses()) check_reuse();
     if (settings.profile != nullptr) check_profile();
-    state_bytes = StateLayout(*this).bytes;
   }
+  check_backend();
+  if (!settings.dense) state_bytes = StateLayout(*this).bytes;
+  report_bytes = ReportLayout::bytes(shape);
   const auto bytes = [&](int64_t heads) {
     Arena arena;
     cut(arena, heads);
     return checked_add(arena.used(), Arena::kAlignment, "workspace bytes");
   };
-  if (exec.device != nullptr) {
-    // As few chunks as fit the limit, and these of equal size.
-    const int64_t limit = settings.workspace_limit << 20, one = bytes(1), most = std::min(shape.heads, kMostChunk);
-    require(one <= limit, Status::invalid_argument, "workspace_limit: got {} MiB, one head needs {} MiB",
-            settings.workspace_limit, ceil_div(one, 1 << 20));
-    chunk = most;
-    while (chunk > 1 && bytes(chunk) > limit) --chunk;
-    chunk = ceil_div(shape.heads, ceil_div(shape.heads, chunk));
-  }
+  chunk = backend->chunk(shape.heads, settings.workspace_limit << 20, bytes);
+  if (settings.profile != nullptr) chunk = 1;  // whose floors are each head's own
   workspace_bytes = bytes(chunk);
+  alphas.assign(static_cast<size_t>(chunk), settings.alpha);
 }
 
-const char* Plan::kernel() const {
-  if (exec.device == nullptr) return exec.kernels->name;
-  return exec.wgmma ? "wgmma" : "portable";
+Sizes Plan::sizes(int64_t heads) const {
+  return {.heads = heads,
+          .q_tokens = shape.q_tokens,
+          .k_tokens = shape.k_tokens,
+          .dim = shape.dim,
+          .groups = groups,
+          .codes = codes,
+          .whole_codes = !settings.dense && rule().whole_codes,
+          .extra = settings.dense     ? 0
+                   : tail().per_group ? groups
+                   : tail().per_code  ? codes
+                                      : 0};
 }
 
 Workspace Plan::cut(Arena& arena, int64_t n) const {
   const int64_t words = mask_words(shape.k_tokens), dim = shape.dim;
-  const auto subspaces = static_cast<int64_t>(partition.size());
   Workspace at{};
-  at.status = arena.take<uint32_t>(1);
-  at.report = arena.take<HeadStats>(shape.batch * shape.heads);
+  at.report = arena.take<std::byte>(report_bytes);
   at.all_queries = arena.take<int64_t>(2);
   at.q_rows = arena.take<int32_t>(shape.q_tokens);
   at.k_rows = arena.take<int32_t>(shape.k_tokens);
   at.valid = arena.take<uint32_t>(words);
   at.keep = arena.take<uint32_t>(words);
+  at.queries = arena.take<uint32_t>(mask_words(shape.q_tokens));
   at.labels = arena.take<int32_t>(n * shape.q_tokens);
   at.sizes = arena.take<int32_t>(n * (groups + 1));
   at.counts = arena.take<int32_t>(n * (groups + 1));
@@ -225,38 +196,39 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
   at.offsets = arena.take<int64_t>(n * (groups + 2));
   at.centroids = arena.take<float>(n * groups * dim);
   at.codebooks = arena.take<float>(n * codes * dim);
-  at.codes = arena.take<int32_t>(n * subspaces * shape.k_tokens);
-  at.empty = arena.take<int64_t>(n * subspaces);
-  if (settings.rule == Rule::blocks_topk || settings.rule == Rule::blocks_cdf) {
-    at.q_similarity = arena.take<float>(n * groups);
-    at.k_similarity = arena.take<float>(n * codes);
-  }
-  at.tables = arena.take<float>(n * groups * subspaces * codes);
+  at.codes = arena.take<int32_t>(n * subspaces() * shape.k_tokens);
+  at.empty = arena.take<int64_t>(n * subspaces());
+  at.tables = arena.take<float>(n * groups * subspaces() * codes);
   at.mask = arena.take<uint32_t>(n * (groups + 1) * words);
-  if (has_tail(Tail::first_order)) {
-    at.tail_k = arena.take<float>(n * groups * dim);
-    at.tail_v = arena.take<float>(n * groups * dim);
-    at.tail_bias = arena.take<float>(n * groups);
-    at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(groups));
-  }
-  if (compensates()) {
-    at.tail_v = arena.take<float>(n * codes * dim);
-    at.tail_bias = arena.take<float>(n * codes);
-    if (settings.rule == Rule::error_aware) at.errors = arena.take<float>(n * groups * codes);
-    if (settings.tail == Tail::centroids) at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(codes));
-  }
-  at.scratch.bytes = backend->attend_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups + 1);
+  const Sizes all = sizes(n);
+  at.scratch.bytes = backend->attend_scratch(exec, all);
   if (!settings.dense) {
-    const bool together = settings.group == Grouping::cocluster;
-    at.scratch.bytes =
-        std::max({at.scratch.bytes, together ? 0 : backend->group_scratch(exec, shape.q_tokens, dim, groups),
-                  together ? 0 : backend->encode_scratch(exec, shape.k_tokens, dim, codes),
-                  together ? backend->cocluster_scratch(exec, shape.q_tokens, shape.k_tokens, dim, groups, codes) : 0,
-                  compensates() ? backend->compensate_scratch(exec, shape.k_tokens, dim, groups, codes) : 0,
-                  backend->select_scratch(exec, shape.k_tokens, dim, groups, keeps_codes(settings.rule) ? codes : 0)});
+    if (rule().similarity) {
+      at.q_similarity = arena.take<float>(n * groups);
+      at.k_similarity = arena.take<float>(n * codes);
+    }
+    if (tail().per_group) at.tail_k = arena.take<float>(n * groups * dim);
+    at.tail_v = arena.take<float>(n * tail_values() * dim);
+    at.tail_bias = arena.take<float>(n * tail_values());
+    at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(all.extra));
+    if (tail().mixes) at.tail_share = arena.take<float>(n * (groups + 1));
+    if (rule().errors) at.errors = arena.take<float>(n * groups * codes);
+    at.weights.bytes = round_up(backend->weights_bytes(exec, all), Arena::kAlignment);
+    const auto room = [&](auto scratch) { at.scratch.bytes = std::max(at.scratch.bytes, scratch(exec, all)); };
+    if (row(settings.group).with_keys) {
+      room(backend->cocluster_scratch);
+    } else {
+      room(backend->group_scratch);
+      room(backend->encode_scratch);
+    }
+    if (compensates()) room(backend->compensate_scratch);
+    room([&](const Exec&, const Sizes&) { return at.weights.bytes + backend->weigh_scratch(exec, all); });
+    room(backend->tail_scratch);
+    if (reuses()) at.scratch.bytes = std::max(at.scratch.bytes, n * codes * 4);
   }
-  at.scratch.bytes *= n;
-  at.scratch.data = arena.take<std::byte>(at.scratch.bytes);
+  std::byte* scratch = arena.take<std::byte>(at.scratch.bytes);  // null while bytes are counted
+  at.scratch.data = at.weights.data = scratch;
+  at.beside_weights = {scratch == nullptr ? nullptr : scratch + at.weights.bytes, at.scratch.bytes - at.weights.bytes};
   return at;
 }
 

@@ -6,8 +6,10 @@
 #include <string_view>
 #include <vector>
 
+#include "core/numeric.h"
 #include "methods/settings.h"
 #include "stages/backend.h"
+#include "stages/choices.h"
 
 namespace scope {
 
@@ -15,25 +17,24 @@ namespace scope {
 // not used at the same time.
 class Context {
  public:
-  // threads: 0 = one per core. instruction_set: "auto", "avx512", "avx2" or "portable".
+  explicit Context(const ContextOptions& options);
+  // On the CPU.
   explicit Context(int threads = 0, std::string_view instruction_set = "auto");
-  // A GPU by its index. Host work around it (reading files, measuring) still gets `threads`.
-  static Context on_gpu(int index, int threads = 0);
 
   const Backend& backend() const { return *backend_; }
-  const Exec& exec() const { return exec_; }
+  const Exec& exec() const { return machine_.exec; }
   int threads() const { return pool_->threads(); }
   // avx512, avx2 or portable; sm_90 and the like on a GPU.
-  const std::string& instruction_set() const { return instruction_set_; }
-  const cuda::Device* device() const { return exec_.device; }
+  const std::string& instruction_set() const { return machine_.name; }
+  // Of a device; empty: the host.
+  const std::string& device() const { return machine_.device; }
+  // Whether tensors are the host's memory.
+  bool host() const { return backend_->can.host; }
 
  private:
   const Backend* backend_;
   std::unique_ptr<ThreadPool> pool_;
-  std::shared_ptr<const cuda::Device> device_;
-  std::shared_ptr<cuda::Clock> clock_;
-  Exec exec_;
-  std::string instruction_set_;
+  Machine machine_;
 };
 
 struct Shape {
@@ -49,12 +50,10 @@ struct Shape {
 // Pointers into the workspace of one call, for `chunk` heads at a time; shapes are those of one head, and the heads of a
 // chunk lie one after the other.
 struct Workspace {
-  uint32_t* status;                    // [1] of the call: kNotFinite, kStateNotStarted
-  HeadStats* report;                   // [batch, heads] of the call
+  void* report;                        // of the call: see ReportLayout
   int64_t* all_queries;                // [2] 0, valid queries: one group of them all
   int32_t *q_rows, *k_rows;            // of the sample: see DescribeArgs
-  uint32_t* valid;                     // of the sample
-  uint32_t* keep;                      // of the sample
+  uint32_t *valid, *keep, *queries;    // of the sample
   int32_t* labels;                     // [q_tokens]
   int32_t *sizes, *counts, *top_p;     // [groups + 1]
   int32_t* order;                      // [q_tokens]
@@ -66,19 +65,24 @@ struct Workspace {
   float *q_similarity, *k_similarity;  // [groups], [codes]; blocks rules only
   float* tables;                       // [groups, subspaces, codes]
   uint32_t* mask;                      // [groups + 1, mask_words(k_tokens)]
-  // First-order tail: [groups, dim], [groups, dim], [groups]. Compensation: none, [codes, dim], [codes].
+  // A tail's virtual keys. Per group: [groups, dim], [groups, dim], [groups]; per code: none, [codes, dim], [codes].
   float *tail_k, *tail_v, *tail_bias;
-  uint32_t* tail_mask;  // [groups + 1, mask_words(groups, or codes of the sample)]
-  float* errors;        // [groups, codes]; rule error_aware only
-  Scratch scratch;
+  float* tail_share;                // [groups + 1], and tail_v [groups + 1, dim], where the tail mixes
+  uint32_t* tail_mask;              // [groups + 1, mask_words(groups, or codes of the sample)]
+  float* errors;                    // [groups, codes]; rules that need them only
+  Scratch scratch;                  // of the chunk, for each stage in turn
+  Scratch weights, beside_weights;  // the same memory while weigh hands over to keep
 };
 
-// Most heads of a chunk: a call keeps their arguments on its stack.
-inline constexpr int64_t kMostChunk = 64;
-
-// Bits of a call's status word, for what only a device knows.
-inline constexpr uint32_t kNotFinite = 1;        // q or k held NaN or Inf among the tokens that take part
-inline constexpr uint32_t kStateNotStarted = 2;  // a warm call found a state that no first call of its shape has filled
+// What a call found, in memory of its backend: a status word, then [batch, heads] HeadStats at a multiple of 16.
+struct ReportLayout {
+  static constexpr int64_t kHeads = 16;
+  static int64_t bytes(const Shape& shape) {
+    return round_up(kHeads + shape.batch * shape.heads * static_cast<int64_t>(sizeof(HeadStats)), 16);
+  }
+  static uint32_t* status(void* report) { return static_cast<uint32_t*>(report); }
+  static HeadStats* heads(void* report) { return reinterpret_cast<HeadStats*>(static_cast<std::byte*>(report) + kHeads); }
+};
 
 struct Plan {
   Plan(const Context& context, const Settings& settings, const Shape& shape);
@@ -95,21 +99,29 @@ struct Plan {
   int64_t selection_groups = 0;  // groups, plus one when the shape has dense queries
   int64_t workspace_bytes = 0;
   int64_t state_bytes = 0;  // 0 for dense
+  int64_t report_bytes = 0;
+  std::vector<double> alphas;  // [chunk] settings.alpha, for a method without a profile
 
-  bool has_tail(Tail tail) const { return !settings.dense && settings.tail == tail; }
+  const RuleRow& rule() const { return row(settings.rule); }
+  const TailRow& tail() const { return row(settings.tail); }
   // Needs the mean values of clusters, and with them v.
-  bool compensates() const { return has_tail(Tail::centroids) || (!settings.dense && settings.rule == Rule::error_aware); }
+  bool compensates() const { return !settings.dense && (tail().per_code || rule().errors); }
+  // How many values stand for dropped keys in one head: one for each code, or for each group.
+  int64_t tail_values() const { return compensates() ? codes : tail().mixes ? groups + 1 : tail().per_group ? groups : 0; }
+  bool needs_v() const { return settings.dense || settings.tail != Tail::none || compensates(); }
   bool reuses() const { return !settings.dense && settings.reuse_interval > 1; }  // its states hold labels and codes too
-  const char* kernel() const;  // of attend: avx512, avx2, portable; wgmma or portable on a GPU
+  int64_t subspaces() const { return static_cast<int64_t>(partition.size()); }
+  const char* kernel() const { return backend->kernel(exec); }
   Workspace layout(void* memory, int64_t bytes) const;
 
  private:
-  void check_device() const;
+  void check_backend() const;
   void check_codes() const;
   void check_compensation() const;
   void check_cocluster() const;
   void check_reuse() const;
   void check_profile() const;
+  Sizes sizes(int64_t heads) const;
   Workspace cut(Arena& arena, int64_t heads) const;
 };
 
@@ -117,11 +129,8 @@ struct Plan {
 class DeviceScope {
  public:
   explicit DeviceScope(const Plan& plan) : DeviceScope(plan, plan.exec) {}
-  DeviceScope(const Plan& plan, const Exec& exec)
-      : backend_(*plan.backend), previous_(backend_.enter == nullptr ? 0 : backend_.enter(exec)) {}
-  ~DeviceScope() {
-    if (backend_.leave != nullptr) backend_.leave(previous_);
-  }
+  DeviceScope(const Plan& plan, const Exec& exec) : backend_(*plan.backend), previous_(backend_.enter(exec)) {}
+  ~DeviceScope() { backend_.leave(previous_); }
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
 

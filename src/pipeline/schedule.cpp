@@ -19,6 +19,10 @@ Reason schedule(const Settings& settings, const Place& place) {
   return Reason::sparse;
 }
 
+bool clusters_in_prefix(const Settings& settings, Reason reason) {
+  return settings.warm_prefix && reason == Reason::dense_step;
+}
+
 bool reuses_clusters(const Settings& settings, const Place& place) {
   return place.step >= settings.reuse_start && (place.step - settings.reuse_start) % settings.reuse_interval != 0;
 }

@@ -1,8 +1,8 @@
-// Where the parts of a warm-start state lie, and what a valid one is.
+// Where the parts of a warm-start state lie, what a valid one is, and what the host knows of it.
 #include "pipeline/state.h"
 
+#include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "core/numeric.h"
 
@@ -11,6 +11,7 @@ namespace scope {
 namespace {
 
 constexpr uint64_t kMagic = 0x3154415445504353;  // "SCPETAT1"
+constexpr uint32_t kVersion = 2;
 
 // FNV-1a over the channel sets: two partitions of one size must not share a state. Labels are those of so many tokens.
 uint64_t hash(const Plan& plan) {
@@ -27,11 +28,35 @@ uint64_t hash(const Plan& plan) {
   return value;
 }
 
+void check_header(const StateHeader& found, const StateHeader& expected) {
+  require(found.magic == kMagic, Status::invalid_argument, "state: not an initialised state");
+  require(found.version == kVersion, Status::invalid_argument, "state: it is of version {}, this library's is {}",
+          found.version, kVersion);
+  require(std::memcmp(&found, &expected, sizeof found) == 0, Status::shape,
+          "state: it belongs to another plan (batch {} heads {} groups {} codes {} dim {}), this one has batch {} heads {} "
+          "groups {} codes {} dim {}, or another partition, state_dtype or reuse of clusters",
+          found.batch, found.heads, found.groups, found.codes, found.dim, expected.batch, expected.heads, expected.groups,
+          expected.codes, expected.dim);
+}
+
+// Makes the device of a state current while it lives.
+class Current {
+ public:
+  Current(const Backend& backend, const Exec& exec) : backend_(backend), previous_(backend.enter(exec)) {}
+  ~Current() { backend_.leave(previous_); }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const Backend& backend_;
+  int previous_;
+};
+
 }  // namespace
 
 StateLayout::StateLayout(const Plan& plan) {
   const Shape& shape = plan.shape;
-  header = {kMagic,      1,           static_cast<uint32_t>(plan.settings.state_dtype),
+  header = {kMagic,      kVersion,    static_cast<uint32_t>(plan.settings.state_dtype),
             shape.batch, shape.heads, plan.groups,
             plan.codes,  shape.dim,   hash(plan)};
   const int64_t bytes_each = dtype_bytes(plan.settings.state_dtype);
@@ -45,46 +70,108 @@ StateLayout::StateLayout(const Plan& plan) {
   labels = part(codebooks, checked_mul(heads, plan.codes * shape.dim * bytes_each, "state codebooks"));
   const int64_t q = plan.reuses() ? shape.q_tokens : 0, k = plan.reuses() ? shape.k_tokens : 0;
   codes = part(labels, checked_mul(heads, q * 4, "state labels"));
-  bytes = part(codes, checked_mul(heads, k * 4 * static_cast<int64_t>(plan.partition.size()), "state codes"));
+  bytes = part(codes, checked_mul(heads, k * 4 * plan.subspaces(), "state codes"));
 }
 
-void init_state(const Plan& plan, void* state) {
-  const StateLayout layout(plan);
-  std::vector<std::byte> start(static_cast<size_t>(layout.centroids));
-  std::memcpy(start.data(), &layout.header, sizeof layout.header);
-  if (plan.backend->write == nullptr) {
-    std::memcpy(state, start.data(), start.size());
-    return;
+State::State(const Plan& plan, void* memory)
+    : backend_(plan.backend),
+      exec_(plan.exec),
+      layout_(plan),
+      q_tokens_(plan.shape.q_tokens),
+      k_tokens_(plan.shape.k_tokens),
+      subspaces_(plan.subspaces()),
+      memory_(memory),
+      slots_(static_cast<size_t>(plan.shape.batch)),
+      pending_(slots_.size()) {
+  require(plan.state_bytes > 0, Status::invalid_argument, "state: method dense keeps none");
+  require(memory != nullptr, Status::invalid_argument, "state: got null, expected {} bytes", layout_.bytes);
+  require(reinterpret_cast<uintptr_t>(memory) % 16 == 0, Status::alignment, "state: address {} is not a multiple of 16",
+          memory);
+  std::vector<std::byte> start(static_cast<size_t>(layout_.centroids));
+  std::memcpy(start.data(), &layout_.header, sizeof layout_.header);
+  const Current current(*backend_, exec_);
+  backend_->write(exec_, start.data(), memory_, layout_.centroids);
+}
+
+bool State::filled() const {
+  return std::all_of(slots_.begin(), slots_.end(), [](const StateSlot& slot) { return slot.groups > 0; });
+}
+
+void State::set_filled(bool filled) {
+  const StateSlot whole{static_cast<int32_t>(layout_.header.groups), static_cast<int32_t>(layout_.header.codes), 0};
+  for (size_t b = 0; b < slots_.size(); ++b) {
+    slots_[b] = !filled ? StateSlot{} : pending_[b].groups > 0 ? pending_[b] : whole;
   }
-  const DeviceScope scope(plan);
-  plan.backend->write(plan.exec, start.data(), state, layout.centroids);
 }
 
-void check_state(const Plan& plan, const void* state) {
+void State::check(const Plan& plan) const {
+  check_header(layout_.header, StateLayout(plan).header);
+  if (!backend_->can.host) return;
   StateHeader found{};
-  std::memcpy(&found, state, sizeof found);
-  const StateHeader expected = StateLayout(plan).header;
-  require(found.magic == kMagic && found.version == expected.version, Status::invalid_argument,
-          "state: not an initialised state (call scope_state_init first)");
-  require(std::memcmp(&found, &expected, sizeof found) == 0, Status::shape,
-          "state: it belongs to another plan (batch {} heads {} groups {} codes {} dim {}), this one has batch {} heads {} "
-          "groups "
-          "{} codes {} dim {}, or another partition, state_dtype or reuse of clusters",
-          found.batch, found.heads, found.groups, found.codes, found.dim, expected.batch, expected.heads, expected.groups,
-          expected.codes, expected.dim);
+  std::memcpy(&found, memory_, sizeof found);  // the caller's memory, and so the caller's to break
+  check_header(found, layout_.header);
+  for (size_t b = 0; b < slots_.size(); ++b) {
+    StateSlot slot{};
+    std::memcpy(&slot, static_cast<const std::byte*>(memory_) + layout_.slots + b * sizeof slot, sizeof slot);
+    require(slots_[b].groups == 0 || slot == slots_[b], Status::invalid_argument,
+            "state: sample {} was said to be filled, and no call of its shape has filled its memory", b);
+  }
 }
 
-StateView::StateView(const Plan& plan, void* state, int64_t sample) {
+void State::save(void* stream, std::byte* to) const {
+  Exec exec = exec_;
+  exec.stream = stream;
+  const Current current(*backend_, exec);
+  backend_->read(exec, memory_, to, layout_.bytes);
+  std::memcpy(to + layout_.slots, slots_.data(), slots_.size() * sizeof(StateSlot));
+}
+
+void State::load(void* stream, std::span<const std::byte> from) {
+  require(static_cast<int64_t>(from.size()) >= static_cast<int64_t>(sizeof(StateHeader)), Status::format,
+          "state: got {} bytes, which is no saved state", from.size());
+  StateHeader found{};
+  std::memcpy(&found, from.data(), sizeof found);
+  check_header(found, layout_.header);
+  require(static_cast<int64_t>(from.size()) == layout_.bytes, Status::format, "state: got {} bytes, expected {}",
+          from.size(), layout_.bytes);
+  std::vector<StateSlot> slots(slots_.size());
+  std::memcpy(slots.data(), from.data() + layout_.slots, slots.size() * sizeof(StateSlot));
+  const auto inside = [](int32_t x, int64_t most) { return x >= 0 && x <= most; };
+  for (size_t b = 0; b < slots.size(); ++b) {
+    require(inside(slots[b].groups, layout_.header.groups) && inside(slots[b].codes, layout_.header.codes), Status::format,
+            "state: sample {} says {} groups and {} codes, expected at most {} and {}", b, slots[b].groups, slots[b].codes,
+            layout_.header.groups, layout_.header.codes);
+  }
+  // Labels are indices from here on. `count` of each head, -1 and up.
+  const auto check_labels = [&](const char* name, int64_t at, int64_t count, int32_t StateSlot::*most) {
+    const int64_t per_sample = layout_.header.heads * count;
+    for (int64_t i = 0; i < layout_.header.batch * per_sample; ++i) {
+      int32_t label = 0;
+      std::memcpy(&label, from.data() + at + 4 * i, sizeof label);
+      const StateSlot& slot = slots[static_cast<size_t>(i / per_sample)];
+      require(slot.groups == 0 || (label >= -1 && label < slot.*most), Status::format, "state: {} {} is {}, expected -1..{}",
+              name, i, label, slot.*most - 1);
+    }
+  };
+  if (layout_.codes > layout_.labels) check_labels("label", layout_.labels, q_tokens_, &StateSlot::groups);
+  if (layout_.bytes > layout_.codes) check_labels("code", layout_.codes, subspaces_ * k_tokens_, &StateSlot::codes);
+  Exec exec = exec_;
+  exec.stream = stream;
+  const Current current(*backend_, exec);
+  backend_->write(exec, from.data(), memory_, layout_.bytes);
+  slots_ = std::move(slots);
+}
+
+StateView::StateView(const Plan& plan, void* memory, int64_t sample) {
   const StateLayout layout(plan);
-  auto* base = static_cast<std::byte*>(state);
+  auto* base = static_cast<std::byte*>(memory);
   const int64_t each = dtype_bytes(plan.settings.state_dtype), first = sample * plan.shape.heads;
   slot = reinterpret_cast<StateSlot*>(base + layout.slots) + sample;
   centroids = base + layout.centroids + first * plan.groups * plan.shape.dim * each;
   codebooks = base + layout.codebooks + first * plan.codes * plan.shape.dim * each;
-  const auto subspaces = static_cast<int64_t>(plan.partition.size());
   labels = plan.reuses() ? reinterpret_cast<int32_t*>(base + layout.labels) + first * plan.shape.q_tokens : nullptr;
-  codes =
-      plan.reuses() ? reinterpret_cast<int32_t*>(base + layout.codes) + first * subspaces * plan.shape.k_tokens : nullptr;
+  codes = plan.reuses() ? reinterpret_cast<int32_t*>(base + layout.codes) + first * plan.subspaces() * plan.shape.k_tokens
+                        : nullptr;
 }
 
 }  // namespace scope

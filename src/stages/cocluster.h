@@ -20,7 +20,7 @@ struct CoclusterArgs {
 
 namespace cpu {
 void cocluster(const Exec& exec, const CoclusterArgs& args);
-int64_t cocluster_scratch(const Exec& exec, int64_t q_tokens, int64_t k_tokens, int64_t dim, int64_t groups, int64_t codes);
+int64_t cocluster_scratch(const Exec& exec, const Sizes& sizes);
 }  // namespace cpu
 
 }  // namespace scope

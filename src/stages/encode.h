@@ -17,7 +17,8 @@ using Partition = std::vector<std::vector<int32_t>>;
 enum class Encoding { kmeans, blocks, cocluster };
 
 struct EncodeArgs {
-  RowsView k;                            // [tokens, dim]
+  int64_t heads = 1;
+  HeadsView k = {};                      // [tokens, dim]
   const int32_t* rows = nullptr;         // [count] keys to encode, ascending
   int64_t count = 0;                     // >= 1
   const Partition* partition = nullptr;  // subspaces
@@ -28,17 +29,17 @@ struct EncodeArgs {
   int64_t sample = 0;
   bool warm = false;
   uint64_t seed = 0;
-  float* codebooks = nullptr;   // subspace after subspace: [codes, dim_m]; in when warm, out
-  int32_t* labels = nullptr;    // [subspaces, count] out: the codes
-  int64_t* empty = nullptr;     // [subspaces] out: codes without a key
-  float* similarity = nullptr;  // [codes] out, optional, blocks only: as GroupArgs says, of k minus its mean
-  uint32_t* status = nullptr;   // [1] device only: bit 0 is set when a row that takes part is not finite
-  Scratch scratch;
+  PerHead<float> codebooks = {};   // subspace after subspace: [codes, dim_m]; in when warm, out
+  PerHead<int32_t> labels = {};    // [subspaces, count] out: the codes
+  PerHead<int64_t> empty = {};     // [subspaces] out: codes without a key
+  PerHead<float> similarity = {};  // [codes] out, optional, blocks only: as GroupArgs says, of k minus its mean
+  uint32_t* status = nullptr;      // as GroupArgs says
+  Scratch scratch = {};
 };
 
 namespace cpu {
 void encode(const Exec& exec, const EncodeArgs& args);
-int64_t encode_scratch(const Exec& exec, int64_t tokens, int64_t dim, int64_t codes);
+int64_t encode_scratch(const Exec& exec, const Sizes& sizes);
 }  // namespace cpu
 
 }  // namespace scope

@@ -1,4 +1,4 @@
-// What a stage runs on: threads and instruction set on the CPU, a stream on a device.
+// What a stage runs on: threads and instruction set on the CPU, a stream on a device; and how large a call can be.
 #pragma once
 
 #include "core/parallel.h"
@@ -8,6 +8,7 @@ namespace scope {
 namespace cpu {
 struct Kernels;
 struct AttendKernels;
+class Clock;
 }  // namespace cpu
 
 namespace cuda {
@@ -17,21 +18,37 @@ class Clock;
 
 struct Exec {
   ThreadPool* pool = nullptr;
+
+  // The CPU's.
   const cpu::Kernels* kernels = nullptr;
   const cpu::AttendKernels* attend_kernels = nullptr;       // f32 arithmetic
   const cpu::AttendKernels* attend_kernels_bf16 = nullptr;  // bf16 dot products, for bf16 inputs; null: use f32's
+  cpu::Clock* wall = nullptr;                               // sums up how long each stage takes
 
-  const cuda::Device* device = nullptr;  // the rest: CUDA only
-  void* stream = nullptr;                // a cudaStream_t; everything is launched on it, and nothing waits for it
-  cuda::Clock* clock = nullptr;          // records when each stage begins; null: no times
-  const void* call = nullptr;            // whose times those are: the call's workspace
-  bool wgmma = false;                    // attend and K-means with sm_90a kernels; false: portable ones
+  // CUDA's.
+  const cuda::Device* device = nullptr;
+  cuda::Clock* clock = nullptr;  // records when each stage begins
+  bool wgmma = false;            // attend and K-means with sm_90a kernels; false: portable ones
+
+  // Of one call.
+  void* stream = nullptr;      // a device's queue; everything is launched on it, and nothing waits for it
+  const void* call = nullptr;  // whose times `mark` records: the call's workspace; null: no times are wanted
 };
 
 // Memory a stage may scribble on during one call.
 struct Scratch {
   void* data = nullptr;
   int64_t bytes = 0;
+};
+
+// Upper bounds over the samples of a call, from which every stage's scratch follows.
+struct Sizes {
+  int64_t heads = 1;  // of a chunk
+  int64_t q_tokens = 0, k_tokens = 0, dim = 0;
+  int64_t groups = 0;
+  int64_t codes = 0;         // per subspace; 0: keys are not encoded
+  bool whole_codes = false;  // the rule keeps whole codes
+  int64_t extra = 0;         // virtual keys that attend sees; 0: none
 };
 
 }  // namespace scope

@@ -26,7 +26,7 @@ struct KMeansArgs {
   int32_t* sizes = nullptr;    // [clusters] out
   int32_t* order = nullptr;    // [count] out: positions in `rows` by label, ascending within one label
   int64_t* offsets = nullptr;  // [clusters + 1] out: where each label's run starts in `order`
-  Scratch scratch;
+  Scratch scratch = {};
 };
 
 namespace cpu {

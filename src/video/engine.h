@@ -76,10 +76,13 @@ inline Buffer uploaded(Engine& engine, const std::vector<float>& values) {
   return memory;
 }
 
-// compute: f32, or bf16: linear layers and attention multiply bf16 numbers and sum in f32; the rest is f32 always.
-std::unique_ptr<Engine> make_cpu_engine(const Context& context, DType compute);
+// The engine of the context's backend. compute: f32, or bf16: linear layers and attention multiply bf16 numbers and sum in
+// f32; the rest is f32 always. A GPU's is bf16 whatever is asked for.
+std::unique_ptr<Engine> make_engine(const Context& context, DType compute);
 
-// bf16 on the context's GPU; throws Status::unsupported in a build without CUDA or where cuBLASLt is not installed.
+// On the host, whatever the context's backend: then with as many threads of its own.
+std::unique_ptr<Engine> make_cpu_engine(const Context& context, DType compute);
+// Throws Status::unsupported in a build without CUDA or where cuBLASLt is not installed.
 std::unique_ptr<Engine> make_cuda_engine(const Context& context);
 
 }  // namespace scope::video

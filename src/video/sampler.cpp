@@ -8,6 +8,7 @@
 
 #include "core/numeric.h"
 #include "core/random.h"
+#include "methods/methods.h"
 
 namespace scope::video {
 
@@ -22,12 +23,10 @@ class SelfAttention {
         config_(config),
         plan_(engine.context, settings, attention_shape(config, grid, engine.attention)),
         workspace_(engine.allocate(plan_.workspace_bytes)),
-        // SVG2 keeps one state for both branches.
-        branches_(settings.rule == Rule::clusters ? 1 : branches),
-        started_(static_cast<size_t>(config.layers * branches_)) {
-    for (size_t i = 0; i < started_.size() && plan_.state_bytes > 0; ++i) {
-      states_.push_back(engine.allocate(plan_.state_bytes));
-      init_state(plan_, states_.back().get());
+        branches_(settings.method->shares_branches ? 1 : branches) {
+    for (int64_t i = 0; i < config.layers * branches_ && plan_.state_bytes > 0; ++i) {
+      state_memory_.push_back(engine.allocate(plan_.state_bytes));
+      states_.emplace_back(plan_, state_memory_.back().get());
     }
   }
 
@@ -46,21 +45,17 @@ class SelfAttention {
     if (text.count > 0) args.keep = args.dense_queries = text_bits.data();
     if (text.padding > 0) args.q_lengths = args.k_lengths = &valid;
     args.place = place;
-    args.state = states_.empty() ? nullptr : states_[slot].get();
+    args.state = states_.empty() ? nullptr : &states_[slot];
+    args.stream = engine_.stream;
     args.workspace = workspace_.get();
     args.workspace_bytes = plan_.workspace_bytes;
     args.stats = &report.stats;
-    if (plan_.exec.device == nullptr) {
-      args.head_stats = report.heads.data();
-      call(plan_, args);
-      return report;
-    }
-    args.stream = engine_.stream;
-    args.start = started_[slot] ? Start::warm : Start::first;
+    const bool host = plan_.context.host();
+    if (host) args.head_stats = report.heads.data();
     call(plan_, args);
+    if (host) return report;
     args.head_stats = report.heads.data();
     read_stats(plan_, args);
-    started_[slot] = started_[slot] || report.stats.iterations > 0;
     return report;
   }
 
@@ -74,8 +69,8 @@ class SelfAttention {
   Plan plan_;
   Buffer workspace_;
   int64_t branches_;
-  std::vector<bool> started_;
-  std::vector<Buffer> states_;
+  std::vector<Buffer> state_memory_;
+  std::vector<State> states_;
 };
 
 void check(const char* name, const std::vector<float>& x, int64_t channels, const std::array<int64_t, 3>& size) {

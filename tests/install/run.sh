@@ -12,6 +12,8 @@ cmake -S "$here/consumer" -B "$work/consumer" -G Ninja -DCMAKE_PREFIX_PATH="$wor
 cmake --build "$work/consumer"
 "$work/consumer/consumer"
 "$work/prefix/bin/scope" --version
+# The soname is 0.MINOR.
+find "$work/prefix" -name libscope.so.0.2 | grep .
 # Nothing but the C ABI may be visible.
 if nm -D --defined-only "$work"/prefix/lib*/*/libscope.so "$work"/prefix/lib*/libscope.so 2>/dev/null | awk '{print $3}' | grep -v '^scope_' | grep .; then
   echo "libscope.so exports more than scope_*"

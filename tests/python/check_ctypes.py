@@ -29,11 +29,12 @@ is_text = np.zeros((batch, -(-tokens // 32) * 32), bool)
 is_text[:, tokens - text:tokens] = True
 keep = np.packbits(is_text, axis=1, bitorder="little").view(np.uint32)
 
-plan = api.LibScope(sys.argv[1]).plan("scope", {"rule": "target", "density": 0.3}, threads=2, batch=batch, heads=heads,
-                                     q_tokens=tokens, k_tokens=tokens, dim=dim, dtype=api.BF16, dense_queries=1, rope=(24, 20, 20))
+libscope = api.LibScope(sys.argv[1])
+plan = libscope.plan("scope", {"rule": "target", "density": 0.3}, threads=2, batch=batch, heads=heads, q_tokens=tokens,
+                     k_tokens=tokens, dim=dim, dtype=api.BF16, dense_queries=1, rope=(24, 20, 20))
 info = plan.info
-state = np.empty(info.state_bytes // 16 + 1, np.complex128)  # 16-byte aligned
-plan.init_state(state.ctypes.data)
+state = plan.state()
+report = np.zeros(info.report_bytes // 16 + 1, np.complex128)  # at a multiple of 16
 labels = np.empty((batch, heads, tokens), np.int32)
 mask = np.empty((batch, heads, info.selection_groups, info.mask_words), np.uint32)
 
@@ -44,11 +45,11 @@ def tensor(x):  # strides in elements, straight from the array
 
 
 args = dict(q=tensor(q), k=tensor(k), v=tensor(v), out=tensor(out), q_lengths=lengths.ctypes.data, k_lengths=lengths.ctypes.data,
-            keep=keep.ctypes.data, dense_queries=keep.ctypes.data, layer=3, step=20, steps=50, state=state.ctypes.data,
-            selection=api.Selection(labels=labels.ctypes.data, mask=mask.ctypes.data))
+            keep=keep.ctypes.data, dense_queries=keep.ctypes.data, layer=3, step=20, steps=50, state=state,
+            report=report.ctypes.data, selection=api.Selection(labels=labels.ctypes.data, mask=mask.ctypes.data))
 for call in range(2):
     stats = plan.run(**args)
-    assert (stats.reason, stats.warm) == (0, call), (stats.reason, stats.warm)
+    assert (stats.reason, stats.warm, state.filled) == (api.SPARSE, call, True), (stats.reason, stats.warm)
 assert abs(stats.density - 0.3) < 0.01 and stats.total_density > stats.density
 
 selected = np.unpackbits(mask.view(np.uint8), axis=-1, bitorder="little")[..., :tokens].astype(bool)
@@ -67,7 +68,28 @@ for b in range(batch):
             exact = p @ V[sees] / p.sum()
             worst = max(worst, np.abs(exact - to_f32(out[b, i, h])).max())
 assert worst < 0.02, worst
-assert plan.run(**{**args, "layer": 0}).reason == 2, "layer 0 attends densely"
+# A report says what the call's own statistics do; a state can be saved, loaded elsewhere and reset.
+later = api.CallStats()
+heads_now = plan.read_report(report.ctypes.data, later)
+assert later.density == stats.density and heads_now[5].k_head > 0 and stats.arithmetic in (b"f32", b"bf16")
+saved = state.save()
+plan.run(**args)
+other = plan.state()
+other.load(saved)
+plan.run(**{**args, "state": other})
+again = out.copy()
+state.load(saved)
+assert plan.run(**args).warm == 1 and (out == again).all()
+state.reset()
+assert not state.filled and plan.run(**args).warm == 0
+
+assert plan.run(**{**args, "layer": 0}).reason == plan.reason(layer=0)[0] == api.DENSE_LAYER, "layer 0 attends densely"
+assert plan.reason(3, 20, 50) == (api.SPARSE, False)
+assert [m.name for m in libscope.methods()][0] == b"scope" and len(libscope.settings()) > 15
+hunyuan = next(m for m in libscope.models() if m.name == b"hunyuanvideo-13b")
+assert (hunyuan.layers, list(hunyuan.rope), hunyuan.warm_prefix) == (60, [16, 56, 56], 1)
+known = libscope.plan("scope", model="hunyuanvideo-13b", q_tokens=64, k_tokens=64, batch=1, heads=1, dim=128, rope=hunyuan.rope)
+assert known.reason(5, 0, hunyuan.steps) == (api.DENSE_STEP, True) and float(known.setting("rho")) == hunyuan.rho
 try:
     plan.run(**{**args, "step": 50})
     raise SystemExit("step 50 of 50 was accepted")

@@ -34,14 +34,13 @@ inline constexpr uint32_t kRefineTopP = 1;   // t_c from the depths in its bin
 inline constexpr uint32_t kExactTopP = 2;    // t_c from the f32 logits
 inline constexpr uint32_t kExactSelect = 4;  // the whole mask row from the f32 logits
 
-// Scratch of a chunk. The histograms are dead once the budgets are known: the candidates take their place, then the tail.
+// Scratch of a chunk. The histograms are dead once the budgets are known: the candidates take their place.
 struct SelectSpace {
   int64_t bytes = 0;  // per head
   int32_t most_candidates = 0;
   PerHead<uint32_t> found;                // [groups] candidates so far
   PerHead<unsigned long long> histogram;  // [groups / 32, bins, 32]; scanned: keys up to the bin << 32 | mass below it
   PerHead<uint32_t> candidates;           // [groups, most_candidates] fraction of the depth << index bits | key
-  PerHead<float> tail;                    // TailLaunch::parts
   PerHead<uint32_t> few;                  // [groups, kFewCandidates] the same beside the histograms, for t_c
   PerHead<float> step;                    // [groups] nats per depth; 0: the row is one bin
   PerHead<float> range;                   // [groups] upper minus lower bound, in nats; not finite when the logits are not

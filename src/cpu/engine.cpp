@@ -1,4 +1,6 @@
 // The engine on the CPU: packed products of the attention kernels as linear layers, and rows spread over the threads.
+#include "video/engine.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -7,7 +9,6 @@
 #include "core/numeric.h"
 #include "cpu/elementwise.h"
 #include "cpu/kernels.h"
-#include "video/engine.h"
 #include "video/weights.h"
 
 namespace scope::video {
@@ -27,7 +28,8 @@ class CpuEngine : public Engine {
  public:
   CpuEngine(const Context& on, DType compute)
       : Engine(on, DType::f32, compute),
-        exec_(on.exec()),
+        own_(on.host() ? nullptr : std::make_unique<Context>(on.threads())),
+        exec_(own_ == nullptr ? on.exec() : own_->exec()),
         rows_(cpu::row_kernels(exec_.kernels->name)),
         bf16_(compute == DType::bf16),
         dots_(bf16_ && exec_.attend_kernels_bf16 != nullptr ? *exec_.attend_kernels_bf16 : *exec_.attend_kernels),
@@ -254,6 +256,7 @@ class CpuEngine : public Engine {
     }
   }
 
+  std::unique_ptr<Context> own_;  // for a context that is not the host's
   const Exec& exec_;
   const cpu::RowKernels& rows_;
   bool bf16_;

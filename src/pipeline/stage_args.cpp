@@ -1,0 +1,248 @@
+// Fills every stage's argument struct from plan, call and workspace.
+#include "pipeline/stage_args.h"
+
+namespace scope {
+
+namespace {
+
+// The workspace's arrays, as the stages take them.
+PerHead<float> centroids(const Frame& f) { return {f.at.centroids, f.plan.groups * f.plan.shape.dim}; }
+PerHead<float> codebooks(const Frame& f) { return {f.at.codebooks, f.plan.codes * f.plan.shape.dim}; }
+PerHead<int32_t> codes(const Frame& f) { return {f.at.codes, f.plan.subspaces() * f.plan.shape.k_tokens}; }
+PerHead<int32_t> sizes(const Frame& f) { return {f.at.sizes, f.plan.groups + 1}; }
+PerHead<float> tables(const Frame& f) { return {f.at.tables, f.plan.groups * f.plan.subspaces() * f.plan.codes}; }
+PerHead<float> errors(const Frame& f) { return {f.at.errors, f.plan.groups * f.plan.codes}; }
+PerHead<uint32_t> mask(const Frame& f) { return {f.at.mask, (f.plan.groups + 1) * mask_words(f.plan.shape.k_tokens)}; }
+
+PerHead<float> tail_k(const Frame& f) { return {f.at.tail_k, f.plan.groups * f.plan.shape.dim}; }
+PerHead<float> tail_v(const Frame& f) { return {f.at.tail_v, f.plan.tail_values() * f.plan.shape.dim}; }
+PerHead<float> tail_bias(const Frame& f) { return {f.at.tail_bias, f.plan.tail_values()}; }
+PerHead<float> tail_share(const Frame& f) { return {f.at.tail_share, f.plan.groups + 1}; }
+PerHead<uint32_t> tail_mask(const Frame& f, const StateSlot& slot) {
+  return {f.at.tail_mask, (f.plan.groups + 1) * mask_words(f.plan.tail().per_group ? slot.groups : slot.codes)};
+}
+
+// Tokens that all but the last iterations see.
+int64_t seen(const Frame& f, const Start& start, int64_t tokens, int64_t clusters) {
+  return start.warm ? tokens : effective_sample(f.plan.settings, tokens, clusters);
+}
+
+Proxy proxy(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
+  Proxy proxy{.kind = f.plan.settings.proxy,
+              .groups = slot.groups,
+              .count = s.tokens.keys,
+              .scale = f.scale,
+              .centroids = centroids(f),
+              .k = f.args.k.from(s.index, chunk.first),
+              .rows = f.k_rows(s)};
+  if (row(f.plan.settings.proxy).codes) {
+    proxy.subspaces = f.plan.subspaces();
+    proxy.codes = slot.codes;
+    proxy.tables = tables(f);
+    proxy.labels = codes(f);
+  }
+  return proxy;
+}
+
+HeadStats* report(const Frame& f, const Sample& s, Chunk chunk) {
+  return f.report + s.index * f.plan.shape.heads + chunk.first;
+}
+
+// One field of every head's report.
+template <class T>
+PerHead<T> field(T* first) {
+  static_assert(sizeof(HeadStats) % sizeof(T) == 0);
+  return {first, static_cast<int64_t>(sizeof(HeadStats) / sizeof(T))};
+}
+
+AttendArgs attend_all(const Frame& f, const Sample& s, Chunk chunk) {
+  const int64_t nq = f.plan.shape.q_tokens, head = s.index * f.plan.shape.heads + chunk.first;
+  return {.heads = chunk.count,
+          .q = f.args.q.from(s.index, chunk.first),
+          .k = f.args.k.from(s.index, chunk.first),
+          .v = f.args.v.from(s.index, chunk.first),
+          .scale = f.scale,
+          .groups = 1,
+          .out = f.args.out.from(s.index, chunk.first),
+          .lse = {f.args.lse == nullptr ? nullptr : f.args.lse + head * nq, nq},
+          .scratch = f.at.scratch};
+}
+
+}  // namespace
+
+int iterations_of(const Settings& settings, const Start& start) {
+  const bool encodes = start.slot.codes > 0 && row(settings.encode).iterates;
+  if (!row(settings.group).iterates && !encodes) return 0;
+  return start.warm || row(settings.group).with_keys ? settings.iterations : settings.first_iterations;
+}
+
+GroupArgs group_args(const Frame& f, const Sample& s, Chunk chunk, const Start& start) {
+  const Settings& settings = f.plan.settings;
+  const int64_t groups = start.slot.groups;
+  return {.heads = chunk.count,
+          .q = f.args.q.from(s.index, chunk.first),
+          .rows = f.q_rows(s),
+          .count = s.tokens.queries,
+          .groups = groups,
+          .grouping = settings.group,
+          .block = settings.q_block,
+          .iterations = iterations_of(settings, start),
+          .sample = seen(f, start, s.tokens.queries, groups),
+          .warm = start.warm,
+          .seed = settings.seed,
+          .centroids = centroids(f),
+          .labels = {f.at.labels, f.plan.shape.q_tokens},
+          .sizes = sizes(f),
+          .order = {f.at.order, f.plan.shape.q_tokens},
+          .offsets = {f.at.offsets, f.plan.groups + 2},
+          .similarity = {f.at.q_similarity, f.plan.groups},
+          .status = f.status,
+          .scratch = f.at.scratch};
+}
+
+EncodeArgs encode_args(const Frame& f, const Sample& s, Chunk chunk, const Start& start) {
+  const Settings& settings = f.plan.settings;
+  const int64_t most = start.slot.codes;
+  return {.heads = chunk.count,
+          .k = f.args.k.from(s.index, chunk.first),
+          .rows = f.k_rows(s),
+          .count = s.tokens.keys,
+          .partition = &f.plan.partition,
+          .codes = most,
+          .encoding = settings.encode,
+          .block = settings.k_block,
+          .iterations = iterations_of(settings, start),
+          .sample = seen(f, start, s.tokens.keys, most),
+          .warm = start.warm,
+          .seed = settings.seed,
+          .codebooks = codebooks(f),
+          .labels = codes(f),
+          .empty = {f.at.empty, f.plan.subspaces()},
+          .similarity = {f.at.k_similarity, f.plan.codes},
+          .status = f.status,
+          .scratch = f.at.scratch};
+}
+
+ScoreArgs score_args(const Frame& f, Chunk chunk, const StateSlot& slot) {
+  return {.heads = chunk.count,
+          .centroids = centroids(f),
+          .groups = slot.groups,
+          .dim = f.plan.shape.dim,
+          .partition = &f.plan.partition,
+          .codebooks = codebooks(f),
+          .codes = slot.codes,
+          .scale = f.scale,
+          .tables = tables(f)};
+}
+
+CompensateArgs compensate_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
+  return {.heads = chunk.count,
+          .proxy = proxy(f, s, chunk, slot),
+          .v = f.args.v.from(s.index, chunk.first),
+          .value = tail_v(f),
+          .bias = tail_bias(f),
+          .errors = errors(f),
+          .scratch = f.at.scratch};
+}
+
+WeighArgs weigh_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot, const double* alpha) {
+  const Settings& settings = f.plan.settings;
+  return {.heads = chunk.count,
+          .proxy = proxy(f, s, chunk, slot),
+          .sizes = sizes(f),
+          .rule = settings.rule,
+          .rho = settings.rho,
+          .alpha = settings.profile == nullptr ? f.plan.alphas.data() : alpha,
+          .density = settings.density,
+          .target = settings.target_density,
+          .q_similarity = {f.at.q_similarity, f.plan.groups},
+          .k_similarity = {f.at.k_similarity, f.plan.codes},
+          .similar = settings.similarity,
+          .errors = errors(f),
+          .top_p = {f.at.top_p, f.plan.groups + 1},
+          .weights = f.at.weights,
+          .scratch = f.at.beside_weights};
+}
+
+KeepArgs keep_args(const Frame& f, const Sample& s, Chunk chunk, const WeighArgs& weighed) {
+  HeadStats* first = report(f, s, chunk);
+  return {.weighed = weighed,
+          .counts = {f.at.counts, f.plan.groups + 1},
+          .head_budget = field(&first->head_budget),
+          .rho_used = field(&first->rho),
+          .alpha_used = field(&first->alpha),
+          .mask = mask(f)};
+}
+
+TailArgs tail_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
+  return {.heads = chunk.count,
+          .tail = f.plan.settings.tail,
+          .proxy = proxy(f, s, chunk, slot),
+          .v = f.args.v.from(s.index, chunk.first),
+          .sizes = sizes(f),
+          .kept = mask(f),
+          .rows = f.plan.selection_groups,
+          .k = tail_k(f),
+          .value = tail_v(f),
+          .bias = tail_bias(f),
+          .mask = tail_mask(f, slot),
+          .share = tail_share(f),
+          .scratch = f.at.scratch};
+}
+
+FinishArgs finish_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
+  return {.tokens = s.tokens,
+          .heads = chunk.count,
+          .groups = slot.groups,
+          .all_groups = f.plan.selection_groups,
+          .row_groups = f.plan.groups + 1,
+          .subspaces = f.plan.subspaces(),
+          .codes = slot.codes,
+          .q_rows = f.at.q_rows,
+          .valid = f.at.valid,
+          .labels = f.at.labels,
+          .sizes = f.at.sizes,
+          .counts = f.at.counts,
+          .order = f.at.order,
+          .offsets = f.at.offsets,
+          .mask = f.at.mask,
+          .empty = f.at.empty,
+          .report = report(f, s, chunk)};
+}
+
+FinishArgs finish_dense_args(const Frame& f, const Sample& s) {
+  return {.tokens = s.tokens, .heads = f.plan.shape.heads, .report = report(f, s, {0, 0})};
+}
+
+AttendArgs attend_args(const Frame& f, const Sample& s, Chunk chunk) {
+  AttendArgs attend = attend_all(f, s, chunk);
+  attend.groups = f.plan.selection_groups;
+  attend.order = {f.at.order, f.plan.shape.q_tokens};
+  attend.offsets = {f.at.offsets, f.plan.groups + 2};
+  attend.mask = mask(f);
+  if (s.tokens.kept > 0) attend.keep = f.at.keep;
+  return attend;
+}
+
+void add_tail(const Frame& f, const StateSlot& slot, AttendArgs& attend) {
+  if (f.plan.tail().per_group) attend.extra = {slot.groups, tail_k(f), tail_v(f), tail_bias(f), tail_mask(f, slot)};
+  if (f.plan.tail().per_code) attend.extra = {slot.codes, codebooks(f), tail_v(f), tail_bias(f), tail_mask(f, slot)};
+  if (f.plan.tail().mixes) attend.mix = {tail_share(f), tail_v(f)};
+}
+
+AttendArgs attend_dense_args(const Frame& f, const Sample& s, Chunk chunk) {
+  AttendArgs attend = attend_all(f, s, chunk);
+  if (s.tokens.valid_q < f.plan.shape.q_tokens) {
+    attend.order = f.at.q_rows;
+    attend.offsets = f.at.all_queries;
+  }
+  if (s.prefix_valid) {
+    attend.k.tokens = attend.v.tokens = s.tokens.valid_k;
+  } else {  // holes among the keys
+    attend.mask = f.at.valid;
+    if (s.tokens.kept > 0) attend.keep = f.at.keep;
+  }
+  return attend;
+}
+
+}  // namespace scope

@@ -1,0 +1,208 @@
+// The rows; each table is in the order of its enumeration.
+#include "stages/choices.h"
+
+#include <algorithm>
+
+namespace scope {
+
+namespace {
+
+constexpr GroupingRow kGroupings[] = {
+    {.choice = Grouping::kmeans,
+     .name = "kmeans",
+     .help = "by K-means over all channels",
+     .iterates = true,
+     .warm = true,
+     .blocks = false,
+     .reusable = true,
+     .with_keys = false},
+    {.choice = Grouping::raster,
+     .name = "raster",
+     .help = "in raster order, as `groups` runs",
+     .iterates = false,
+     .warm = true,
+     .blocks = false,
+     .reusable = false,
+     .with_keys = false},
+    {.choice = Grouping::blocks,
+     .name = "blocks",
+     .help = "in raster order, as runs of `q_block`",
+     .iterates = false,
+     .warm = true,
+     .blocks = true,
+     .reusable = false,
+     .with_keys = false},
+    {.choice = Grouping::cocluster,
+     .name = "cocluster",
+     .help = "together with the keys",
+     .iterates = true,
+     .warm = false,
+     .blocks = false,
+     .reusable = true,
+     .with_keys = true},
+};
+
+constexpr EncodingRow kEncodings[] = {
+    {.choice = Encoding::kmeans,
+     .name = "kmeans",
+     .help = "its cluster in each subspace",
+     .iterates = true,
+     .warm = true,
+     .blocks = false,
+     .reusable = true,
+     .with_queries = false,
+     .means = true},
+    {.choice = Encoding::blocks,
+     .name = "blocks",
+     .help = "its block of `k_block` keys in raster order",
+     .iterates = false,
+     .warm = true,
+     .blocks = true,
+     .reusable = false,
+     .with_queries = false,
+     .means = false},
+    {.choice = Encoding::cocluster,
+     .name = "cocluster",
+     .help = "its cluster when clustered with the queries",
+     .iterates = true,
+     .warm = false,
+     .blocks = false,
+     .reusable = true,
+     .with_queries = true,
+     .means = true},
+};
+
+constexpr ProxyRow kProxies[] = {
+    {.choice = ProxyKind::codes, .name = "codes", .help = "by their codes", .codes = true},
+    {.choice = ProxyKind::exact, .name = "exact", .help = "exactly against the group centroids (no encode)", .codes = false},
+};
+
+constexpr RuleRow kRules[] = {
+    {.choice = Rule::fixed,
+     .name = "fixed",
+     .help = "the share `density` of the keys",
+     .whole_codes = false,
+     .similarity = false,
+     .errors = false,
+     .profile = false,
+     .floor = 0,
+     .meets = Meets::itself},
+    {.choice = Rule::top_p,
+     .name = "top_p",
+     .help = "the keys that reach rho of the proxy's mass",
+     .whole_codes = false,
+     .similarity = false,
+     .errors = false,
+     .profile = false,
+     .floor = 0,
+     .meets = Meets::by_bound},
+    {.choice = Rule::hybrid,
+     .name = "hybrid",
+     .help = "top_p with alpha as the least share",
+     .whole_codes = false,
+     .similarity = false,
+     .errors = false,
+     .profile = false,
+     .floor = 2,
+     .meets = Meets::by_bound},
+    {.choice = Rule::online,
+     .name = "online",
+     .help = "hybrid with the head's mean as the least",
+     .whole_codes = false,
+     .similarity = false,
+     .errors = false,
+     .profile = false,
+     .floor = 2,
+     .meets = Meets::as_target},
+    {.choice = Rule::target,
+     .name = "target",
+     .help = "online with rho solved for `density`",
+     .whole_codes = false,
+     .similarity = false,
+     .errors = false,
+     .profile = false,
+     .floor = 2,
+     .meets = Meets::itself},
+    {.choice = Rule::clusters,
+     .name = "clusters",
+     .help = "whole clusters by weight up to rho, at least the share alpha of them",
+     .whole_codes = true,
+     .similarity = false,
+     .errors = false,
+     .profile = true,
+     .floor = 2,
+     .meets = Meets::by_bound},
+    {.choice = Rule::blocks_topk,
+     .name = "blocks_topk",
+     .help = "the share `density` of the blocks, and dissimilar ones whole",
+     .whole_codes = true,
+     .similarity = true,
+     .errors = false,
+     .profile = false,
+     .floor = 0,
+     .meets = Meets::by_bound},
+    {.choice = Rule::blocks_cdf,
+     .name = "blocks_cdf",
+     .help = "the blocks within rho of the softmax, and dissimilar ones whole",
+     .whole_codes = true,
+     .similarity = true,
+     .errors = false,
+     .profile = false,
+     .floor = 0,
+     .meets = Meets::by_bound},
+    {.choice = Rule::error_aware,
+     .name = "error_aware",
+     .help = "whole clusters by what leaving them out costs, as many keys as clusters keeps",
+     .whole_codes = true,
+     .similarity = false,
+     .errors = true,
+     .profile = true,
+     .floor = 4,
+     .meets = Meets::by_bound},
+};
+
+constexpr TailRow kTails[] = {
+    {.choice = Tail::none, .name = "none", .help = "nothing", .per_group = false, .per_code = false, .mixes = false},
+    {.choice = Tail::first_order,
+     .name = "first_order",
+     .help = "one virtual key per group",
+     .per_group = true,
+     .per_code = false,
+     .mixes = false},
+    {.choice = Tail::centroids,
+     .name = "centroids",
+     .help = "one virtual key per whole cluster that a group drops",
+     .per_group = false,
+     .per_code = true,
+     .mixes = false},
+};
+
+template <class Row, size_t n>
+constexpr bool in_order(const Row (&rows)[n]) {
+  for (size_t i = 0; i < n; ++i) {
+    if (static_cast<size_t>(rows[i].choice) != i) return false;
+  }
+  return true;
+}
+static_assert(in_order(kGroupings) && in_order(kEncodings) && in_order(kProxies) && in_order(kRules) && in_order(kTails));
+
+}  // namespace
+
+std::span<const GroupingRow> grouping_rows() { return kGroupings; }
+std::span<const EncodingRow> encoding_rows() { return kEncodings; }
+std::span<const ProxyRow> proxy_rows() { return kProxies; }
+std::span<const RuleRow> rule_rows() { return kRules; }
+std::span<const TailRow> tail_rows() { return kTails; }
+
+const GroupingRow& row(Grouping choice) { return kGroupings[static_cast<size_t>(choice)]; }
+const EncodingRow& row(Encoding choice) { return kEncodings[static_cast<size_t>(choice)]; }
+const ProxyRow& row(ProxyKind choice) { return kProxies[static_cast<size_t>(choice)]; }
+const RuleRow& row(Rule choice) { return kRules[static_cast<size_t>(choice)]; }
+const TailRow& row(Tail choice) { return kTails[static_cast<size_t>(choice)]; }
+
+double lowered_alpha(const WeighArgs& args, int64_t head, double goal) {
+  const double alpha = args.alpha[head];
+  return goal > 0 ? std::min(alpha, goal / std::max(row(args.rule).floor, 2)) : alpha;
+}
+
+}  // namespace scope

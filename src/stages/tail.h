@@ -1,0 +1,50 @@
+// tail: what stands for the keys that a group drops, as attend takes it.
+#pragma once
+
+#include "core/tensor.h"
+#include "stages/exec.h"
+#include "stages/score.h"
+
+namespace scope {
+
+// docs/algorithm.md, "Tails". first_order: one virtual key per group; centroids: one per whole cluster that a group drops.
+enum class Tail { none, first_order, centroids };
+
+// Virtual keys beside the real ones; group c sees those in its row of `mask`.
+struct ExtraKeys {
+  int64_t count = 0;                  // of each head; at most Sizes::extra
+  PerHead<const float> k = {};        // [count, dim]
+  PerHead<const float> v = {};        // [count, dim]
+  PerHead<const float> bias = {};     // [count] added to the scaled logit
+  PerHead<const uint32_t> mask = {};  // [groups, mask_words(count)]
+};
+
+// A row that every query of a group mixes in: out = (1 - share) out + share row; the log-sum-exp grows by -log(1 - share).
+struct Mix {
+  PerHead<const float> share = {};  // [groups] in [0, 1); null: nothing is mixed in
+  PerHead<const float> row = {};    // [groups, dim]
+};
+
+// After keep. Which arrays a tail fills, and which it finds filled, is said beside each.
+struct TailArgs {
+  int64_t heads = 1;
+  Tail tail = Tail::none;
+  Proxy proxy = {};                   // with centroids and k
+  HeadsView v = {};                   // [tokens, dim]
+  PerHead<const int32_t> sizes = {};  // [groups] queries per group
+  PerHead<const uint32_t> kept = {};  // [groups, mask_words(tokens)]
+  int64_t rows = 0;                   // of `mask`: groups, or one more for densely attending queries, which see none
+  // The virtual keys: [groups, dim], [groups, dim], [groups] under first_order; under centroids value and bias are those of
+  // compensate, and k is the codebook: in.
+  PerHead<float> k = {}, value = {}, bias = {};
+  PerHead<uint32_t> mask = {};  // [rows, mask_words(groups or codes)] out
+  PerHead<float> share = {};    // [rows] out where the tail mixes; its row is `value`, [rows, dim]
+  Scratch scratch = {};
+};
+
+namespace cpu {
+void tail(const Exec& exec, const TailArgs& args);
+int64_t tail_scratch(const Exec& exec, const Sizes& sizes);
+}  // namespace cpu
+
+}  // namespace scope

@@ -1,0 +1,13 @@
+// The list of engines: one for each backend that has one.
+#include "video/engine.h"
+
+namespace scope::video {
+
+std::unique_ptr<Engine> make_engine(const Context& context, DType compute) {
+  const std::string_view name = context.backend().name;
+  if (name == "cpu") return make_cpu_engine(context, compute);
+  if (name == "cuda") return make_cuda_engine(context);
+  fail(Status::unsupported, "backend: {} has no video engine", name);
+}
+
+}  // namespace scope::video
