@@ -146,7 +146,7 @@ constexpr Backend kCpu = {
             .proxies = {ProxyKind::codes, ProxyKind::exact},
             .rules = {Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target, Rule::clusters, Rule::blocks_topk,
                       Rule::blocks_cdf, Rule::error_aware},
-            .tails = {Tail::none, Tail::first_order, Tail::centroids}},
+            .tails = {Tail::none, Tail::first_order, Tail::centroids, Tail::mean}},
     .open = open,
     .present = present,
     .inventory = inventory,

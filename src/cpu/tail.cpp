@@ -18,6 +18,7 @@ struct Layout {
   float* block;    // [threads, kKeyBlock, padded dim]
   float* sum;      // [threads, kScoreRows, padded dim]
   int32_t* a_key;  // [codes] the token of one key of each code; -1: it has none
+  double* centre;  // [dim] the mean of the keys that take part
 
   Layout(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t codes, int64_t* bytes = nullptr)
       : rows(arena, exec, count, dim) {
@@ -25,9 +26,32 @@ struct Layout {
     block = arena.take<float>(threads * kKeyBlock * padded_dim);
     sum = arena.take<float>(threads * kScoreRows * padded_dim);
     a_key = arena.take<int32_t>(codes);
+    centre = arena.take<double>(dim);
     if (bytes != nullptr) *bytes = arena.used();
   }
 };
+
+// out [first + i] = sum over keys of weights[i, j] x[j] / sum[i], for rows [first, first + n) of one block.
+void weighted_mean(const Exec& exec, const Layout& at, const Proxy& proxy, const RowsView& x, int64_t first, int64_t n,
+                   const float* weights, const double* sum, float* out, int thread) {
+  const int64_t dim = x.dim, padded = round_up(dim, kLanes);
+  float* block = at.block + thread * kKeyBlock * padded;
+  float* total = at.sum + thread * kScoreRows * padded;
+  std::fill_n(total, n * padded, 0.0f);
+  float ones[kScoreRows];
+  std::fill_n(ones, kScoreRows, 1.0f);
+  for (int64_t j = 0; j < proxy.count; j += kKeyBlock) {
+    const int64_t width = std::min(kKeyBlock, proxy.count - j);
+    exec.kernels->load_rows(x, proxy.rows + j, width, block, padded);
+    exec.kernels->accumulate(weights + j, at.rows.stride, n, block, padded, width, padded, ones, total, padded);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    if (sum[i] == 0) continue;
+    for (int64_t k = 0; k < dim; ++k) {
+      out[(first + i) * dim + k] = static_cast<float>(static_cast<double>(total[i * padded + k]) / sum[i]);
+    }
+  }
+}
 
 // One head's virtual keys, one per group.
 class FirstOrder {
@@ -80,8 +104,8 @@ class FirstOrder {
       }
       log_mass[i] = static_cast<double>(high) + std::log(sum[i]);
     }
-    weighted_sum(proxy_.k[head_], first, n, rows, sum, k_, thread);
-    weighted_sum(args_.v[head_], first, n, rows, sum, value_, thread);
+    weighted_mean(exec_, at_, proxy_, proxy_.k[head_], first, n, rows, sum, k_, thread);
+    weighted_mean(exec_, at_, proxy_, args_.v[head_], first, n, rows, sum, value_, thread);
     for (int64_t i = 0; i < n; ++i) {
       if (sum[i] == 0) continue;
       double centre = 0;
@@ -92,28 +116,6 @@ class FirstOrder {
     }
   }
 
-  // out [first + i] = sum over keys of rows[i, j] x[j] / sum[i].
-  void weighted_sum(const RowsView& x, int64_t first, int64_t n, const float* rows, const double* sum, float* out,
-                    int thread) {
-    const int64_t dim = x.dim, padded = round_up(dim, kLanes);
-    float* block = at_.block + thread * kKeyBlock * padded;
-    float* total = at_.sum + thread * kScoreRows * padded;
-    std::fill_n(total, n * padded, 0.0f);
-    float ones[kScoreRows];
-    std::fill_n(ones, kScoreRows, 1.0f);
-    for (int64_t j = 0; j < n_; j += kKeyBlock) {
-      const int64_t width = std::min(kKeyBlock, n_ - j);
-      exec_.kernels->load_rows(x, proxy_.rows + j, width, block, padded);
-      exec_.kernels->accumulate(rows + j, at_.rows.stride, n, block, padded, width, padded, ones, total, padded);
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      if (sum[i] == 0) continue;
-      for (int64_t k = 0; k < dim; ++k) {
-        out[(first + i) * dim + k] = static_cast<float>(static_cast<double>(total[i * padded + k]) / sum[i]);
-      }
-    }
-  }
-
   const Exec& exec_;
   const TailArgs& args_;
   const Proxy& proxy_;
@@ -121,6 +123,98 @@ class FirstOrder {
   const int32_t* sizes_;
   const uint32_t* kept_;
   float *k_, *value_, *bias_;
+  const Layout& at_;
+};
+
+// One head's mean dropped values, and how much of each its group mixes in.
+class Mean {
+ public:
+  Mean(const Exec& exec, const TailArgs& args, int64_t head, const Layout& at)
+      : exec_(exec), args_(args), proxy_(args.proxy), head_(head), at_(at) {}
+
+  void run() {
+    const int64_t dim = proxy_.k.dim;
+    std::fill_n(args_.value[head_], args_.rows * dim, 0.0f);
+    std::fill_n(args_.share[head_], args_.rows, 0.0f);
+    std::fill_n(at_.centre, dim, 0.0);
+    if (args_.centred && args_.keep != nullptr) set_centre();
+    at_.rows.each_block(exec_, proxy_, head_,
+                        [&](int64_t first, int64_t n, float* rows, int thread) { sum_up(first, n, rows, thread); });
+  }
+
+ private:
+  // Calls body(row in f32) for the keys of at most kKeyBlock tokens.
+  template <class Body>
+  void each_key(const int32_t* tokens, int64_t count, int thread, const Body& body) const {
+    const int64_t padded = round_up(proxy_.k.dim, kLanes);
+    float* block = at_.block + thread * kKeyBlock * padded;
+    exec_.kernels->load_rows(proxy_.k[head_], tokens, count, block, padded);
+    for (int64_t i = 0; i < count; ++i) body(block + i * padded);
+  }
+
+  void set_centre() {
+    for (int64_t j = 0; j < proxy_.count; j += kKeyBlock) {
+      each_key(proxy_.rows + j, std::min(kKeyBlock, proxy_.count - j), 0, [&](const float* key) {
+        for (int64_t c = 0; c < proxy_.k.dim; ++c) at_.centre[c] += static_cast<double>(key[c]);
+      });
+    }
+    for (int64_t c = 0; c < proxy_.k.dim; ++c) at_.centre[c] /= static_cast<double>(proxy_.count);
+  }
+
+  // The mass of the text under a group's centroid, relative to `high`, on the scale of the proxy's logits.
+  double text_mass(int64_t group, double high, int thread) const {
+    const float* centroid = proxy_.centroids[head_] + group * proxy_.k.dim;
+    double mass = 0;
+    const auto add = [&](const float* key) {
+      double dot = 0;
+      for (int64_t c = 0; c < proxy_.k.dim; ++c) {
+        dot += static_cast<double>(centroid[c]) * (static_cast<double>(key[c]) - at_.centre[c]);
+      }
+      mass += std::exp(static_cast<double>(proxy_.scale) * dot - high);
+    };
+    int32_t tokens[kKeyBlock];
+    int64_t n = 0;
+    for (int64_t t = 0; args_.keep != nullptr && t < proxy_.k.tokens; ++t) {
+      if (mask_bit(args_.keep, t)) tokens[n++] = static_cast<int32_t>(t);
+      if (n < kKeyBlock) continue;
+      each_key(tokens, n, thread, add);
+      n = 0;
+    }
+    if (n > 0) each_key(tokens, n, thread, add);
+    return mass;
+  }
+
+  void sum_up(int64_t first, int64_t n, float* rows, int thread) {
+    const int64_t words = mask_words(proxy_.k.tokens);
+    const int32_t* sizes = args_.sizes[head_];
+    double dropped[kScoreRows] = {};
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t group = first + i;
+      const uint32_t* kept = args_.kept[head_] + group * words;
+      float* row = rows + i * at_.rows.stride;
+      if (sizes[group] == 0) {
+        std::fill_n(row, proxy_.count, 0.0f);
+        continue;
+      }
+      const float high = *std::max_element(row, row + proxy_.count);
+      double mass = 0;
+      for (int64_t j = 0; j < proxy_.count; ++j) {
+        const float weight = std::exp(row[j] - high);
+        const bool drops = !mask_bit(kept, proxy_.rows[j]);
+        mass += static_cast<double>(weight);
+        dropped[i] += drops ? static_cast<double>(weight) : 0.0;
+        row[j] = drops ? weight : 0.0f;
+      }
+      mass += text_mass(group, static_cast<double>(high), thread);
+      args_.share[head_][group] = static_cast<float>(std::min(args_.weight * dropped[i] / mass, 1 - 0x1p-10));
+    }
+    weighted_mean(exec_, at_, proxy_, args_.v[head_], first, n, rows, dropped, args_.value[head_], thread);
+  }
+
+  const Exec& exec_;
+  const TailArgs& args_;
+  const Proxy& proxy_;
+  int64_t head_;
   const Layout& at_;
 };
 
@@ -162,6 +256,9 @@ void tail(const Exec& exec, const TailArgs& args) {
         break;
       case Tail::centroids:
         mask_dropped_codes(exec, args, h, at);
+        break;
+      case Tail::mean:
+        Mean(exec, args, h, at).run();
         break;
     }
   }

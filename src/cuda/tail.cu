@@ -383,7 +383,8 @@ void tail(const Exec& exec, const TailArgs& args) {
     case Tail::first_order:
       break;
     case Tail::centroids:
-      fail(Status::unsupported, "tail: cuda has no centroids");
+    case Tail::mean:
+      fail(Status::unsupported, "tail: cuda has none but first_order");
   }
   const ProxyLaunch p = proxy_launch(args.proxy, args.heads);
   const int64_t room = parts_size(p.groups, p.dim);

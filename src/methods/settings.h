@@ -46,6 +46,7 @@ struct Settings {
   double target_density = 0;  // 0: none
   double similarity = -0.1;
   Tail tail = Tail::none;
+  double tail_weight = 0.65;  // of what tail mean mixes in
   int64_t dense_layers = 1;
   double dense_steps = 0.2;
   double dense_last_steps = 0;

@@ -1,6 +1,7 @@
 // plan: shape + method -> what a call needs (workspace, state) and how it will run. Immutable once made.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -107,7 +108,9 @@ struct Plan {
   // Needs the mean values of clusters, and with them v.
   bool compensates() const { return !settings.dense && (tail().per_code || rule().errors); }
   // How many values stand for dropped keys in one head: one for each code, or for each group.
-  int64_t tail_values() const { return compensates() ? codes : tail().mixes ? groups + 1 : tail().per_group ? groups : 0; }
+  int64_t tail_values() const {
+    return std::max(compensates() ? codes : 0, tail().mixes ? groups + 1 : tail().per_group ? groups : 0);
+  }
   bool needs_v() const { return settings.dense || settings.tail != Tail::none || compensates(); }
   bool reuses() const { return !settings.dense && settings.reuse_interval > 1; }  // its states hold labels and codes too
   int64_t subspaces() const { return static_cast<int64_t>(partition.size()); }

@@ -175,6 +175,12 @@ constexpr TailRow kTails[] = {
      .per_group = false,
      .per_code = true,
      .mixes = false},
+    {.choice = Tail::mean,
+     .name = "mean",
+     .help = "their mean value under the proxy, mixed in with `tail_weight`",
+     .per_group = false,
+     .per_code = false,
+     .mixes = true},
 };
 
 template <class Row, size_t n>

@@ -7,8 +7,9 @@
 
 namespace scope {
 
-// docs/algorithm.md, "Tails". first_order: one virtual key per group; centroids: one per whole cluster that a group drops.
-enum class Tail { none, first_order, centroids };
+// docs/algorithm.md, "Tails". first_order: one virtual key per group; centroids: one per whole cluster that a group drops;
+// mean: a mean value per group.
+enum class Tail { none, first_order, centroids, mean };
 
 // Virtual keys beside the real ones; group c sees those in its row of `mask`.
 struct ExtraKeys {
@@ -33,6 +34,9 @@ struct TailArgs {
   HeadsView v = {};                   // [tokens, dim]
   PerHead<const int32_t> sizes = {};  // [groups] queries per group
   PerHead<const uint32_t> kept = {};  // [groups, mask_words(tokens)]
+  double weight = 0;                  // mean: of the dropped share, [0, 1]
+  const uint32_t* keep = nullptr;     // [mask_words(tokens)] mean: keys that every query sees beside them; optional
+  bool centred = false;               // mean: codes stand for k minus the mean of the keys that take part
   int64_t rows = 0;                   // of `mask`: groups, or one more for densely attending queries, which see none
   // The virtual keys: [groups, dim], [groups, dim], [groups] under first_order; under centroids value and bias are those of
   // compensate, and k is the codebook: in.

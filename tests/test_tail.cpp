@@ -1,0 +1,201 @@
+// The tail's mean against float64: the stage alone, and through whole calls.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "call_support.h"
+#include "cases.h"
+#include "reference.h"
+
+namespace scope::test {
+namespace {
+
+// Centroids, keys and values of one head, with holes among the tokens, text, and random masks.
+struct MeanProblem {
+  int64_t groups, tokens, dim, codes = 0;
+  Rows k, v;
+  std::vector<float> centroids, tables;
+  std::vector<int32_t> rows, labels, sizes;
+  std::vector<uint32_t> kept, keep;
+  TailArgs args;
+
+  MeanProblem(Random& random, DType dtype, int64_t g, int64_t n, int64_t d, bool by_codes, bool text)
+      : groups(g), tokens(n), dim(d), k(random, dtype, n, d, 1.0), v(random, dtype, n, d, 1.0) {
+    const int64_t words = mask_words(tokens);
+    keep.assign(static_cast<size_t>(words), 0u);
+    for (int32_t t = 0; t < tokens; ++t) {
+      const bool is_text = text && t > 0 && random.chance(0.15);
+      if (is_text) set_mask_bit(keep.data(), t);
+      if (!is_text && (t == 0 || random.chance(0.9))) rows.push_back(t);  // the rest is padding
+    }
+    for (int64_t i = 0; i < groups * dim; ++i) centroids.push_back(static_cast<float>(random.normal()));
+    for (int64_t c = 0; c < groups; ++c) sizes.push_back(static_cast<int32_t>(random.below(4)));
+    kept.assign(static_cast<size_t>(groups * words), 0u);
+    for (int64_t c = 0; c < groups; ++c) {
+      const double share = c % 5 == 0 ? 1.0 : random.uniform();  // some drop nothing
+      for (const int32_t t : rows) {
+        if (random.uniform() < share) set_mask_bit(kept.data() + c * words, t);
+      }
+    }
+    const auto count = static_cast<int64_t>(rows.size());
+    if (by_codes) {
+      codes = std::min<int64_t>(count, 7);
+      for (int64_t i = 0; i < groups * 2 * codes; ++i) tables.push_back(static_cast<float>(random.normal()));
+      for (int64_t i = 0; i < 2 * count; ++i) labels.push_back(static_cast<int32_t>(random.below(codes)));
+    }
+    args.tail = Tail::mean;
+    args.proxy = {.kind = by_codes ? ProxyKind::codes : ProxyKind::exact,
+                  .groups = groups,
+                  .count = count,
+                  .scale = 1.0f / std::sqrt(static_cast<float>(dim)),
+                  .centroids = centroids.data(),
+                  .k = k.view(),
+                  .rows = rows.data(),
+                  .subspaces = by_codes ? 2 : 0,
+                  .codes = codes,
+                  .tables = by_codes ? tables.data() : nullptr,
+                  .labels = by_codes ? labels.data() : nullptr};
+    args.v = v.view();
+    args.sizes = sizes.data();
+    args.kept = kept.data();
+    args.weight = random.uniform();
+    args.keep = text ? keep.data() : nullptr;
+    args.centred = by_codes && random.chance(0.5);
+    args.rows = groups + 1;
+  }
+  MeanProblem(const MeanProblem&) = delete;
+  MeanProblem& operator=(const MeanProblem&) = delete;
+
+  double dot(int64_t group, int32_t token, const std::vector<double>& centre) const {
+    double sum = 0;
+    for (int64_t c = 0; c < dim; ++c) {
+      sum += static_cast<double>(centroids[static_cast<size_t>(group * dim + c)]) *
+             (reference::element(k.view(), token, c) - centre[static_cast<size_t>(c)]);
+    }
+    return sum * static_cast<double>(args.proxy.scale);
+  }
+  double logit(int64_t group, size_t key) const {
+    if (args.proxy.kind == ProxyKind::exact) return dot(group, rows[key], std::vector<double>(static_cast<size_t>(dim)));
+    double sum = 0;
+    for (size_t m = 0; m < 2; ++m) {
+      const auto code = static_cast<size_t>(labels[m * rows.size() + key]);
+      sum += static_cast<double>(tables[(static_cast<size_t>(group) * 2 + m) * static_cast<size_t>(codes) + code]);
+    }
+    return sum;
+  }
+  // The mean of the keys that take part, where codes are centred.
+  std::vector<double> centre() const {
+    std::vector<double> mean(static_cast<size_t>(dim));
+    for (size_t j = 0; args.centred && j < rows.size(); ++j) {
+      for (int64_t c = 0; c < dim; ++c) {
+        mean[static_cast<size_t>(c)] += reference::element(k.view(), rows[j], c) / static_cast<double>(rows.size());
+      }
+    }
+    return mean;
+  }
+};
+
+TEST(TailMeanOnCpu, DifferentialAgainstFloat64) {
+  each_machine([](const Exec& exec) {
+    for (uint64_t seed = 0; seed < 60; ++seed) {
+      SCOPED_TRACE(fmt::format("seed {}", seed));
+      Random random(900 + seed);
+      const DType dtype = random.pick(limits().dtypes);
+      const MeanProblem problem(random, dtype, random.between(1, 40), random.between(1, 300), random.pick(limits().dims),
+                                seed % 2 == 1, seed % 3 == 1);
+      Guarded<float> value((problem.groups + 1) * problem.dim), share(problem.groups + 1);
+      GuardedScratch scratch(backend().tail_scratch(exec, {.heads = 1,
+                                                           .q_tokens = problem.tokens,
+                                                           .k_tokens = problem.tokens,
+                                                           .dim = problem.dim,
+                                                           .groups = problem.groups,
+                                                           .codes = problem.codes}));
+      TailArgs args = problem.args;
+      args.value = value.data();
+      args.share = share.data();
+      args.scratch = scratch_of(scratch);
+      backend().tail(exec, args);
+      const std::vector<double> centre = problem.centre();
+      for (int64_t g = 0; g <= problem.groups; ++g) {
+        double all = 0, dropped = 0;
+        std::vector<double> mean(static_cast<size_t>(problem.dim));
+        const bool lives = g < problem.groups && problem.sizes[static_cast<size_t>(g)] > 0;
+        for (size_t j = 0; lives && j < problem.rows.size(); ++j) {
+          const double mass = std::exp(problem.logit(g, j));
+          all += mass;
+          if (mask_bit(problem.kept.data() + g * mask_words(problem.tokens), problem.rows[j])) continue;
+          dropped += mass;
+          for (int64_t c = 0; c < problem.dim; ++c) {
+            mean[static_cast<size_t>(c)] += mass * reference::element(problem.v.view(), problem.rows[j], c);
+          }
+        }
+        for (int32_t t = 0; lives && args.keep != nullptr && t < problem.tokens; ++t) {
+          if (mask_bit(problem.keep.data(), t)) all += std::exp(problem.dot(g, t, centre));
+        }
+        const double expected = dropped == 0 ? 0.0 : std::min(args.weight * dropped / all, 1 - 0x1p-10);
+        ASSERT_NEAR(share[g], expected, dropped == 0 ? 0.0 : 2e-5) << "group " << g;
+        for (int64_t c = 0; c < problem.dim; ++c) {
+          const double want = dropped == 0 ? 0.0 : mean[static_cast<size_t>(c)] / dropped;
+          ASSERT_NEAR(value[g * problem.dim + c], want, 2e-5) << "group " << g << " channel " << c;
+        }
+      }
+    }
+  });
+}
+
+Settings mean_settings(const char* rule, const char* weight) {
+  return method("scope-exact",
+                {{"rule", rule}, {"density", "0.2"}, {"groups", "9"}, {"tail", "mean"}, {"tail_weight", weight}});
+}
+
+// Calls that differ by the weight alone: out is linear in what the tail mixes in, and LSE grows by -log(1 - share).
+TEST(TailMeanOnCpu, CallsMixTheMeanIn) {
+  const Context context(2);
+  const Inputs in(1, 2, 300, 300, 32, 5);
+  const auto at = [&](const char* weight) { return run(Plan(context, mean_settings("fixed", weight), in.shape()), in); };
+  const Result none = at("0"), half = at("0.4"), whole = at("0.8");
+  const Settings plain = method("scope-exact", {{"rule", "fixed"}, {"density", "0.2"}, {"groups", "9"}});
+  EXPECT_EQ(none.out, run(Plan(context, plain, in.shape()), in).out) << "weight 0 is no tail";
+  double moved = 0;
+  for (size_t i = 0; i < none.out.size(); ++i) {
+    const double a = none.out[i], b = half.out[i], c = whole.out[i];
+    ASSERT_NEAR(c - a, 2 * (b - a), 1e-5);
+    moved = std::max(moved, std::abs(c - a));
+  }
+  EXPECT_GT(moved, 0.01);
+  for (size_t i = 0; i < none.lse.size(); ++i) {
+    const double share = 1 - std::exp(static_cast<double>(none.lse[i]) - static_cast<double>(half.lse[i]));
+    ASSERT_GE(share, 0);
+    ASSERT_NEAR(whole.lse[i], static_cast<double>(none.lse[i]) - std::log1p(-2 * share), 1e-4);
+  }
+}
+
+TEST(TailMeanOnCpu, KeepingAllIsBitwiseWithoutTail) {
+  const Context context(2);
+  const Inputs in(1, 1, 200, 200, 16, 6);
+  Settings settings = mean_settings("online", "1");
+  set_setting(settings, "rho", "1");
+  const Result with = run(Plan(context, settings, in.shape()), in);
+  set_setting(settings, "tail", "none");
+  const Result without = run(Plan(context, settings, in.shape()), in);
+  EXPECT_EQ(with.out, without.out);
+  EXPECT_EQ(with.lse, without.lse);
+}
+
+TEST(TailMeanOnCpu, EveryMethodTakesIt) {
+  const Context context(2);
+  const Inputs in(1, 1, 260, 260, 64, 7);
+  for (const Method& row : methods_table()) {
+    SCOPED_TRACE(row.name);
+    Settings settings = method(row.name, {{"tail", "mean"}});
+    if (settings.dense) continue;
+    set_setting(settings, "target_density", "0.5");
+    Shape shape = in.shape();
+    shape.rope = {24, 20, 20};
+    const Result result = run(Plan(context, settings, shape), in);
+    for (const float x : result.out) ASSERT_TRUE(std::isfinite(x));
+  }
+}
+
+}  // namespace
+}  // namespace scope::test
