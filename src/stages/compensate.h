@@ -7,15 +7,14 @@
 
 namespace scope {
 
-// Cluster j is the n_j keys with code j; v_j is the mean of their values, s_cj = tables[c, j] and s_ct = scale q_c . k_t.
-// SVG-EAR calls errors (less log n_c, which is the same for all of a group's clusters) the score of a cluster.
+// Cluster j is the keys with code j. What is computed of it: docs/algorithm.md, "Error-aware" and "Tails".
 struct CompensateArgs {
   int64_t heads = 1;
   Proxy proxy = {};           // codes, with one subspace; centroids, k and rows too where errors are asked for
   HeadsView v = {};           // [tokens, dim]
   PerHead<float> value = {};  // [codes, dim] out: v_j; 0 without keys
   PerHead<float> bias = {};   // [codes] out: log n_j; -inf without keys
-  // [groups, codes] out, optional: log(sum over t of |e^s_ct v_t - e^s_cj v_j|^2) - log n_j; -inf for 0
+  // [groups, codes] out, optional: epsilon_cj of docs/algorithm.md, "Error-aware"; -inf for none
   PerHead<float> errors = {};
   Scratch scratch = {};
 };

@@ -12,8 +12,7 @@ namespace scope {
 // Ordered channel index sets that together cover the head dimension exactly once.
 using Partition = std::vector<std::vector<int32_t>>;
 
-// blocks: the code of a key is its position / `block` in every subspace, and a code stands for the block's mean of k minus
-// the mean of k over all `rows`. cocluster: together with the queries, by stages/cocluster.h instead of this stage.
+// docs/algorithm.md, "Blocks"; cocluster: together with the queries, by stages/cocluster.h instead of this stage.
 enum class Encoding { kmeans, blocks, cocluster };
 
 struct EncodeArgs {
@@ -32,7 +31,7 @@ struct EncodeArgs {
   PerHead<float> codebooks = {};   // subspace after subspace: [codes, dim_m]; in when warm, out
   PerHead<int32_t> labels = {};    // [subspaces, count] out: the codes
   PerHead<int64_t> empty = {};     // [subspaces] out: codes without a key
-  PerHead<float> similarity = {};  // [codes] out, optional, blocks only: as GroupArgs says, of k minus its mean
+  PerHead<float> similarity = {};  // [codes] out, optional, blocks only: as GroupArgs says
   uint32_t* status = nullptr;      // as GroupArgs says
   Scratch scratch = {};
 };

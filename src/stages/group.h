@@ -25,15 +25,13 @@ struct GroupArgs {
   int64_t sample = 0;
   bool warm = false;
   uint64_t seed = 0;
-  PerHead<float> centroids = {};  // [groups, dim] in when warm, out
-  PerHead<int32_t> labels = {};   // [tokens] out; -1: not grouped
-  PerHead<int32_t> sizes = {};    // [groups] out
-  PerHead<int32_t> order = {};    // [count] out: tokens by group, ascending within a group
-  PerHead<int64_t> offsets = {};  // [groups + 1] out
-  // [groups] out, optional, blocks only: the mean of the Gram matrix of a block's rows, each scaled to length 1; NaN for a
-  // block shorter than `block`, and where a row is zero (on a device: shorter than 1e-15).
-  PerHead<float> similarity = {};
-  uint32_t* status = nullptr;  // [1] of the call; device only: bit 0 is set when a row that takes part is not finite
+  PerHead<float> centroids = {};   // [groups, dim] in when warm, out
+  PerHead<int32_t> labels = {};    // [tokens] out; -1: not grouped
+  PerHead<int32_t> sizes = {};     // [groups] out
+  PerHead<int32_t> order = {};     // [count] out: tokens by group, ascending within a group
+  PerHead<int64_t> offsets = {};   // [groups + 1] out
+  PerHead<float> similarity = {};  // [groups] out, optional, blocks only: docs/algorithm.md, "Blocks"
+  uint32_t* status = nullptr;      // [1] of the call; device only: bit 0 is set when a row that takes part is not finite
   Scratch scratch = {};
 };
 

@@ -8,7 +8,7 @@
 
 namespace scope {
 
-// What each keeps: docs/algorithm.md, "The five stages". The last four keep every key of some codes and no other.
+// What each keeps: docs/algorithm.md, "Rules". The last four keep every key of some codes and no other.
 enum class Rule { fixed, top_p, hybrid, online, target, clusters, blocks_topk, blocks_cdf, error_aware };
 
 // weigh: what `keep` must know of each row: histograms of its scores, or its codes in the order of their weight.
