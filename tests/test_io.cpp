@@ -135,7 +135,7 @@ struct Seed {
 // The fuzzers' seeds: the .npy files were written by NumPy.
 std::vector<Seed> seeds(const std::string& kind) {
   std::vector<Seed> out;
-  for (const auto& entry : fs::directory_iterator(fs::path(__FILE__).parent_path() / "fuzz" / "corpus" / kind)) {
+  for (const auto& entry : fs::directory_iterator(fs::path(SCOPE_REPOSITORY) / "tests" / "fuzz" / "corpus" / kind)) {
     out.push_back({entry.path().filename(), to_text(read_file(entry.path(), 1024))});
   }
   EXPECT_GE(out.size(), 5u);
