@@ -14,9 +14,11 @@ namespace scope::capi {
 // are added later come after it, and leave these lines alone until MINOR rises.
 template <class T>
 inline constexpr size_t kFirstSize = 0;
+// A type and its field take no parentheses. NOLINTBEGIN(bugprone-macro-parentheses)
 #define SCOPE_FIRST(type, last) \
   template <>                   \
   inline constexpr size_t kFirstSize<type> = offsetof(type, last) + sizeof(type::last)
+// NOLINTEND(bugprone-macro-parentheses)
 SCOPE_FIRST(scope_context_options, instruction_set);
 SCOPE_FIRST(scope_setting_info, help);
 SCOPE_FIRST(scope_method_info, reserved);

@@ -46,7 +46,7 @@ enum class Meets {
   by_bound,   // what the rule compares with is solved in the call
 };
 
-struct RuleRow {
+struct RuleRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in this order, and few
   Rule choice;
   const char *name, *help;
   bool whole_codes;  // keeps every key of some codes of one subspace, and no other
@@ -57,7 +57,7 @@ struct RuleRow {
   Meets meets;
 };
 
-struct TailRow {
+struct TailRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in this order, and few
   Tail choice;
   const char *name, *help;
   bool per_group;  // virtual keys, one for each group that drops single keys
