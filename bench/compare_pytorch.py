@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python" / "scope_attn"))
 import _c_api as api  # noqa: E402
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--libscope", required=True)
 parser.add_argument("--heads", type=int, default=4)
 parser.add_argument("--tokens", type=int, default=8192)

@@ -204,7 +204,7 @@ def gpu_methods(name, data):
                 continue
             s = r["stages_ms"]
             before = sum(s[k] for k in ("group", "encode", "score", "select"))
-            text.append(f"| `{r['method']}`, {r['groups']:,} groups, {r['codes']:,} codes | {r['density']:.4f} | {r['ms']:.1f} | **{r['ratio']:.3f}** | "
+            text.append(f"| `{r['name']}`, {r['groups']:,} groups, {r['codes']:,} codes | {r['density']:.4f} | {r['ms']:.1f} | **{r['ratio']:.3f}** | "
                         f"{before:.2f} | " + " | ".join(f"{max(s[k], 0):.2f}" for k in STAGES) +
                         f" | {r['first_ms']:.1f} | {r['workspace_bytes'] / 2**20:.0f} | {r['mass_recall']:.4f} | {r['error']:.4f} |")
         text.append("")
@@ -228,8 +228,8 @@ def gpu_benchmarks(name, data):
                  f"Groups padded to whole tiles would do {sparse['padding_64']:.2f} times the useful work at 64 rows and {sparse['padding_128']:.2f} at 128.\n"]
     text.append(gpu_source(name, data))
     text += gpu_methods("h200_methods.json", load("h200_methods.json"))
-    text.append("Run it: `python3 bench/cuda.py --libscope build/cuda/libscope.so --command build/cuda/bin/scope`. What was tried on the way to these "
-                "figures: [cuda.md](cuda.md). When it pays: [when_it_pays.md](when_it_pays.md).\n")
+    text.append("Run it: `python3 bench/benchmarks_gpu.py --libscope build/cuda/libscope.so --command build/cuda/bin/scope`, with `--parts methods` for the methods. "
+                "What was tried on the way to these figures: [cuda.md](cuda.md). When it pays: [when_it_pays.md](when_it_pays.md).\n")
     return "\n".join(text)
 
 

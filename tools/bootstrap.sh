@@ -6,8 +6,9 @@ packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev 
 case $purpose in
   demo) ;;
   test) packages+=" libgtest-dev python3 python3-numpy" ;;
+  pytorch) packages+=" libgtest-dev python3 python3-numpy python3-venv" ;;
   check) packages+=" libgtest-dev python3 python3-numpy python3-venv clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev ccache chromium" ;;
-  *) echo "usage: tools/bootstrap.sh [demo|test|check]" >&2; exit 2 ;;
+  *) echo "usage: tools/bootstrap.sh [demo|test|pytorch|check]" >&2; exit 2 ;;
 esac
 missing=()
 for package in $packages; do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The long report: whole videos of every variant against dense ones, into bench/results, and from there into docs:
-# report.sh SCOPE-COMMAND cpu|cuda
+# report.sh SCOPE-COMMAND cpu|cuda [OPTIONS of scope ablate, for the first of its runs]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scope=$1 backend=$2
@@ -10,7 +10,7 @@ case $backend in
   *) echo "BACKEND: got \"$backend\", expected cpu or cuda" >&2; exit 2 ;;
 esac
 commit=$(git rev-parse HEAD)
-"$scope" ablate --suite paper --backend "$backend" --compute bf16 --commit "$commit" -o "bench/results/$name.json"
+"$scope" ablate --suite paper --backend "$backend" --compute bf16 --commit "$commit" -o "bench/results/$name.json" "${@:3}"
 if [ "$backend" = cuda ]; then
   "$scope" ablate --grid 21x45x80 --condition models/tiny-wan/held_out_720p.safetensors --variants scope,svg2,sparge --density 0.2,0.1 --seeds 3 \
     --backend cuda --commit "$commit" -o "bench/results/${name}_720p.json"

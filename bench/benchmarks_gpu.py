@@ -1,8 +1,10 @@
 """Times SCOPE on a GPU against PyTorch's cuDNN and FlashAttention-2 SDPA on the same tensors in one process; writes JSON.
 
-    python3 bench/cuda.py --libscope build/cuda/libscope.so --command build/cuda/bin/scope --json bench/results/h200.json
+    python3 bench/benchmarks_gpu.py --libscope build/cuda/libscope.so --command build/cuda/bin/scope --json bench/results/h200.json
+    python3 bench/benchmarks_gpu.py … --parts methods --json bench/results/h200_methods.json
 
 q, k, v come from the bundled video model at Wan's 720p grid and from `scope make-qkv`; heads are repeated to the model's count.
+Needs PyTorch with CUDA, numpy and safetensors.
 """
 import argparse
 import ctypes
@@ -23,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tools" / "tiny_video"))
 import _c_api as api  # noqa: E402
 
 STAGES = ("group", "encode", "score", "select", "attend")
-METHODS = ("scope", "scope-paper", "scope-exact", "svg2", "sparge")
+METHODS = ("scope", "scope-paper", "scope-exact", "svg2", "svg2:first_sample=0.1", "sparge")  # settings as in `scope compare`
 
 
 def median_ms(body, repeat, warm=2):
@@ -106,14 +108,14 @@ class Scope:
         info = self.plan.info
         memory = lambda n: torch.empty(max(n, 1), dtype=torch.uint8, device="cuda")
         self.out = torch.full_like(q, float("nan"))
-        self.memory = [memory(info.workspace_bytes)]
+        self.memory = [memory(info.workspace_bytes), q, k, v]  # arguments hold addresses alone
         self.stats, self.state = api.CallStats(), None
         fields = {"workspace": self.memory[0].data_ptr(),
                   **{name: api.Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
                      for name, x in dict(q=q, k=k, v=v, out=self.out).items()}}
         if info.state_bytes:
             self.memory.append(memory(info.state_bytes))
-            fields["state"] = self.state = self.plan.state(self.memory[1].data_ptr())
+            fields["state"] = self.state = self.plan.state(self.memory[-1].data_ptr())
         if text:
             self.bits = last_bits(tokens, text)
             fields["keep"] = fields["dense_queries"] = self.bits.ctypes.data
@@ -163,6 +165,12 @@ def quality(scope, q, k, v, text=0, heads=8, queries=64):
     return statistics.mean(recall), (error / norm) ** 0.5
 
 
+def parse(variant, settings):
+    """"svg2:groups=87+codes=390" -> the method's name, and its settings beside those given."""
+    name, _, changes = variant.partition(":")
+    return name, {**settings, **dict(change.split("=") for change in changes.split("+") if change)}
+
+
 def padding(scope, rows):
     """Work with every group padded to a multiple of `rows` queries, over the useful work."""
     sizes, counts = scope.sizes.double(), scope.counts.double()
@@ -207,7 +215,7 @@ def compare(libscope, name, tensors, rope, densities, options, text=0, long=True
     for density in densities:
         variants = [("scope, rule=target", "scope", {"rule": "target"})]
         if methods:
-            variants = [(method, method, {"target_density": density}) for method in methods]
+            variants = [(variant, *parse(variant, {"target_density": density})) for variant in methods]
         elif long:
             variants += [("scope, fixed k", "scope", {"rule": "fixed"}), ("scope-exact, rule=target", "scope-exact", {"rule": "target"}),
                          ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
@@ -252,7 +260,8 @@ def main():
     parser.add_argument("--libscope", required=True, help="libscope.so built with CUDA")
     parser.add_argument("--command", required=True, help="the scope command, for make-qkv")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--parts", default="video,synthetic,hunyuan,dim64,sweep,methods")
+    parser.add_argument("--parts", default="video,synthetic,hunyuan,dim64,sweep",
+                        help="of video, synthetic, hunyuan, dim64, sweep and methods; all but the last unless given")
     parser.add_argument("--densities", default="0.2,0.1")
     parser.add_argument("--json")
     parser.add_argument("--commit", default="")
