@@ -12,6 +12,12 @@ namespace scope::cli {
 
 namespace fs = std::filesystem;
 
+namespace {
+
+constexpr int64_t kMostJson = int64_t{64} << 20;  // 50 steps of 40 layers of 40 heads, two branches, take 2 MiB
+
+}  // namespace
+
 Clip open_clip(const std::string& path) {
   Clip clip{.path = path, .name = fs::path(path).lexically_normal().filename(), .frames = {}, .run = {}};
   if (clip.name.empty() || clip.name == ".") clip.name = fs::weakly_canonical(path).parent_path().filename();
@@ -26,9 +32,13 @@ Clip open_clip(const std::string& path) {
             [](const std::string& a, const std::string& b) { return a.size() != b.size() ? a.size() < b.size() : a < b; });
   const std::string run = path + "/run.json";
   if (!fs::exists(run)) return clip;
-  const auto bytes = io::read_file(run, int64_t{1} << 28);
-  clip.run = nlohmann::ordered_json::parse(reinterpret_cast<const char*>(bytes.data()),
-                                           reinterpret_cast<const char*>(bytes.data()) + bytes.size(), nullptr, false);
+  const auto bytes = io::read_file(run, kMostJson);
+  const auto shallow = [&](int depth, nlohmann::ordered_json::parse_event_t, nlohmann::ordered_json&) {
+    require(depth <= 16, Status::format, "{}: JSON nested deeper than 16 levels", run);
+    return true;
+  };
+  const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  clip.run = nlohmann::ordered_json::parse(text, shallow, false);
   require(clip.run.is_object(), Status::format, "{}: not a JSON object", run);
   return clip;
 }

@@ -248,8 +248,10 @@ TEST(SvooOnCpu, RefusesProfilesThatAreNone) {
   const std::string head = "step,layer,head,density\n";
   EXPECT_NE(refusal([] { read_profile("/nowhere/profile.csv"); }, Status::io).find("/nowhere/profile.csv"),
             std::string::npos);
-  EXPECT_NE(said("").find("line 1"), std::string::npos);
-  EXPECT_NE(said("step,layer,density\n1,2,3\n").find("line 1"), std::string::npos);
+  EXPECT_NE(refusal([] { read_profile("/dev/zero"); }, Status::io).find("not a regular file"), std::string::npos);
+  EXPECT_NE(said("").find("line 1: got \"\""), std::string::npos);
+  EXPECT_NE(said("a\tb\xff,c\n1,2,3\n").find("line 1: got \"a?b?,c\""), std::string::npos);
+  EXPECT_NE(said("step,layer,density\n1,2,3\n").find("line 1: got \"step,layer,density\""), std::string::npos);
   EXPECT_NE(said(head).find("no entries"), std::string::npos);
   for (const char* line :
        {"", "1,2,0", "1,2,0,", "1,2,0,x", "1,2,0,0.5,1", "1,2,0,0.5 ", "-1,2,0,0.5", "1,-2,0,0.5", "1,2,-1,0.5",

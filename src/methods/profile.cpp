@@ -2,14 +2,17 @@
 #include "methods/profile.h"
 
 #include <charconv>
-#include <fstream>
 #include <set>
+#include <sstream>
+
+#include "io/file.h"
 
 namespace scope {
 
 namespace {
 
-constexpr int64_t kMostHeads = 1 << 20;  // far more than any model's; the next number still exists
+constexpr int64_t kMostHeads = 1 << 20;            // far more than any model's; the next number still exists
+constexpr int64_t kMostBytes = int64_t{64} << 20;  // 50 steps of 40 layers of 40 heads take 2 MiB
 
 // Takes the number at the front of `text` and the comma after it.
 template <class T>
@@ -26,9 +29,9 @@ bool take(std::string_view& text, T& value, bool last = false) {
 }  // namespace
 
 Profile read_profile(const std::string& path) {
-  std::ifstream file(path);
-  require(file.is_open(), Status::io, "profile: cannot open \"{}\"", path);
-  return parse_profile(file, path);
+  const std::vector<std::byte> bytes = io::read_file(path, kMostBytes);
+  std::istringstream text(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  return parse_profile(text, path);
 }
 
 Profile parse_profile(std::istream& file, const std::string& path) {
@@ -40,8 +43,9 @@ Profile parse_profile(std::istream& file, const std::string& path) {
     if (!line.empty() && line.back() == '\r') line.pop_back();
     return true;
   };
-  require(next_line() && line == "step,layer,head,density", Status::format,
-          "profile: {} line 1: got \"{}\", expected step,layer,head,density", path, line.substr(0, 80));
+  next_line();  // an empty file has an empty one
+  require(line == "step,layer,head,density", Status::format,
+          "profile: {} line 1: got \"{}\", expected step,layer,head,density", path, io::printable(line, 80));
   std::map<std::pair<int64_t, int64_t>, int64_t> heads;  // entries of each step and layer
   for (int64_t number = 2; next_line(); ++number) {
     int64_t step = 0, layer = 0, head = 0;
@@ -51,7 +55,7 @@ Profile parse_profile(std::istream& file, const std::string& path) {
                 layer >= 0 && head >= 0 && head < kMostHeads && density >= 0 && density <= 1,
             Status::format,
             "profile: {} line {}: got \"{}\", expected step, layer and head from 0 and a density in [0, 1], as 10,2,0,0.25",
-            path, number, line.substr(0, 80));
+            path, number, io::printable(line, 80));
     require(profile.densities.emplace(std::tuple(step, layer, head), density).second, Status::format,
             "profile: {} line {}: step {}, layer {}, head {} has an entry already", path, number, step, layer, head);
     ++heads[{step, layer}];
