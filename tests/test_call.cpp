@@ -436,6 +436,44 @@ TEST(State, RefusesOtherPlansAndBrokenBytes) {
   EXPECT_EQ(run(plan, in, extra).out, warm.out);
 }
 
+// What no mean of rows can be: centroids and codebooks, in both types that a state has.
+TEST(State, RefusesAbsurdCentroids) {
+  const Context context = tested_context(1);
+  const Inputs in(2, 2, 64, 64, 40, 1);
+  for (const char* type : {"f32", "bf16"}) {
+    const Plan plan(context, method("scope", {{"partition", "even:2"}, {"state_dtype", type}}), in.shape());
+    OwnState own(plan);
+    Extra extra;
+    extra.state = &own.state;
+    run(plan, in, extra);
+    const std::vector<std::byte> saved = own.save();
+    const StateLayout layout(plan);
+    const int64_t each = dtype_bytes(plan.settings.state_dtype), rows = 4 * plan.groups, codes = 4 * plan.codes;
+    const auto load = [&](int64_t at, float value) {
+      std::vector<std::byte> bytes = saved;
+      const auto* from = reinterpret_cast<const std::byte*>(&value) + 4 - each;  // bf16 is the upper half
+      std::copy(from, from + each, bytes.begin() + at);
+      return status_of([&] { own.state.load(nullptr, bytes); });
+    };
+    for (const int64_t at : {layout.centroids, layout.centroids + (rows * 40 - 1) * each, layout.codebooks,
+                             layout.codebooks + (codes * 40 - 1) * each}) {
+      for (const float value : {kNan, std::numeric_limits<float>::infinity(), -2e18f}) {
+        EXPECT_EQ(load(at, value), Status::format) << type << " " << at << " " << value;
+        EXPECT_EQ(own.save(), saved);
+      }
+      EXPECT_EQ(load(at, -1e18f), Status::ok);
+      own.state.load(nullptr, saved);
+    }
+  }
+  // Nothing has filled it, so nothing is read.
+  const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
+  OwnState own(plan);
+  std::vector<std::byte> empty = own.save();
+  std::fill(empty.begin() + StateLayout(plan).centroids, empty.end(), std::byte{0xff});
+  own.state.load(nullptr, empty);
+  EXPECT_FALSE(own.state.filled());
+}
+
 TEST(Call, ScheduleRunsDenseAndCanWarmUp) {
   const Context context = tested_context();
   const Inputs in(1, 2, 100, 100, 40, 61);

@@ -11,6 +11,9 @@
 
 namespace scope {
 
+// Of what is clustered: its square, summed over 256 channels, is still a float.
+inline constexpr float kMostMagnitude = 1e18f;
+
 inline float bf16_to_f32(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
 // Round to nearest even; NaN stays NaN.

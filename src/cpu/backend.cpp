@@ -45,7 +45,6 @@ class Clock {
 namespace {
 
 constexpr int64_t kMostTokens = (int64_t{1} << 31) - 64;  // token positions are 32-bit in the selection format
-constexpr float kMostMagnitude = 1e18f;                   // its square, summed over 256 channels, is still a float
 constexpr std::align_val_t kAlignment{Arena::kAlignment};
 
 std::string set_names() {

@@ -2,6 +2,7 @@
 #include "pipeline/state.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "core/numeric.h"
@@ -12,6 +13,7 @@ namespace {
 
 constexpr uint64_t kMagic = 0x3154415445504353;  // "SCPETAT1"
 constexpr uint32_t kVersion = 2;
+constexpr float kSlack = 1.01f;  // a mean of equal rows may round up, to bf16 by 1/256
 
 // FNV-1a over the channel sets: two partitions of one size must not share a state. Labels are those of so many tokens.
 uint64_t hash(const Plan& plan) {
@@ -37,6 +39,18 @@ void check_header(const StateHeader& found, const StateHeader& expected) {
           "groups {} codes {} dim {}, or another partition, state_dtype or reuse of clusters",
           found.batch, found.heads, found.groups, found.codes, found.dim, expected.batch, expected.heads, expected.groups,
           expected.codes, expected.dim);
+}
+
+// Element i of f32 or bf16 at any address.
+float read_value(const std::byte* from, DType type, int64_t i) {
+  float value = 0;
+  uint16_t bits = 0;
+  if (type == DType::f32) {
+    std::memcpy(&value, from + 4 * i, sizeof value);
+    return value;
+  }
+  std::memcpy(&bits, from + 2 * i, sizeof bits);
+  return bf16_to_f32(bits);
 }
 
 // Makes the device of a state current while it lives.
@@ -80,6 +94,7 @@ State::State(const Plan& plan, void* memory)
       q_tokens_(plan.shape.q_tokens),
       k_tokens_(plan.shape.k_tokens),
       subspaces_(plan.subspaces()),
+      most_(kSlack * (plan.shape.dtype == DType::f16 ? f16_to_f32(0x7bff) : kMostMagnitude)),
       memory_(memory),
       slots_(static_cast<size_t>(plan.shape.batch)),
       pending_(slots_.size()) {
@@ -142,6 +157,23 @@ void State::load(void* stream, std::span<const std::byte> from) {
             "state: sample {} says {} groups and {} codes, expected at most {} and {}", b, slots[b].groups, slots[b].codes,
             layout_.header.groups, layout_.header.codes);
   }
+  // Means of rows are no larger than rows may be. Others would draw tokens to themselves, or none.
+  const auto check_means = [&](const char* name, int64_t at, int64_t rows, int32_t StateSlot::*used) {
+    const auto type = static_cast<DType>(layout_.header.dtype);
+    const int64_t heads = layout_.header.heads, dim = layout_.header.dim;
+    for (int64_t head = 0; head < layout_.header.batch * heads; ++head) {
+      const StateSlot& slot = slots[static_cast<size_t>(head / heads)];
+      const std::byte* first = from.data() + at + head * rows * dim * dtype_bytes(type);
+      for (int64_t i = 0; slot.groups > 0 && i < slot.*used * dim; ++i) {
+        const float value = read_value(first, type, i);
+        require(std::abs(value) <= most_, Status::format,
+                "state: the {} of sample {}, head {} hold {:g}, expected numbers of a magnitude up to {:g}", name,
+                head / heads, head % heads, value, most_);
+      }
+    }
+  };
+  check_means("centroids", layout_.centroids, layout_.header.groups, &StateSlot::groups);
+  check_means("codebooks", layout_.codebooks, layout_.header.codes, &StateSlot::codes);
   // Labels are indices from here on. `count` of each head, -1 and up.
   const auto check_labels = [&](const char* name, int64_t at, int64_t count, int32_t StateSlot::*most) {
     const int64_t per_sample = layout_.header.heads * count;

@@ -55,7 +55,8 @@ class State {
   int64_t bytes() const { return layout_.bytes; }
   // Waits for the stream.
   void save(void* stream, std::byte* to) const;
-  // Throws, and leaves the state alone, unless the bytes are a saved state of the same shape and method.
+  // Throws, and leaves the state alone, unless the bytes are a saved state of the same shape and method, with centroids that
+  // rows of its plan's type can have.
   void load(void* stream, std::span<const std::byte> from);
 
  private:
@@ -63,6 +64,7 @@ class State {
   Exec exec_;
   StateLayout layout_;
   int64_t q_tokens_, k_tokens_, subspaces_;
+  float most_;  // magnitude of a centroid
   void* memory_;
   std::vector<StateSlot> slots_, pending_;  // [batch]
 };

@@ -1,4 +1,4 @@
-"""Files that are none, of another kind or without an end: refused in words, by every command that reads one.
+"""Files that are none, and states with numbers that no centroid has: refused in words.
 
     check_inputs.py SCOPE-COMMAND REPOSITORY
 """
@@ -135,9 +135,31 @@ def files_that_are_none():
     refuse(3, [deep, "at most 67108864"], "evaluate", a, b)
 
 
+def states():
+    for dtype, size, code in (("f32", 4, "<f"), ("bf16", 2, None)):
+        state = f"{FOLDER}/{dtype}.bin"
+        base = ("attend", GOOD, "-o", OUT, "--state", state, "--set", "groups=5", "--set", "codes=7", "--set", f"state_dtype={dtype}")
+        accept(*base)
+        good = open(state, "rb").read()
+        up = lambda n: -(-n // 64) * 64
+        centroids = up(64 + 16)
+        codebooks = up(centroids + 2 * 5 * 32 * size)
+        for value in (float("nan"), float("inf"), -float("inf"), -2e18, 3e38):
+            bits = struct.pack("<f", value)
+            for name, at in (("centroids", centroids), ("centroids", centroids + (2 * 5 * 32 - 1) * size), ("codebooks", codebooks),
+                             ("codebooks", codebooks + (2 * 7 * 32 - 1) * size)):
+                open(state, "wb").write(good[:at] + (bits if size == 4 else bits[2:]) + good[at + size:])
+                before = open(state, "rb").read()
+                refuse(3, [state, name, "1.01e+18"], *base)
+                assert open(state, "rb").read() == before
+        open(state, "wb").write(good)
+        accept(*base)
+
+
 with tempfile.TemporaryDirectory() as FOLDER:
     OUT, GOOD, BAD = (f"{FOLDER}/{name}.safetensors" for name in ("out", "good", "bad"))
     accept("make-qkv", "--grid", "3x4x5", "--rope", "12,10,10", "--heads", "2", "-o", GOOD)
     TENSORS, META = read_tensors(GOOD)
     files_that_are_none()
+    states()
 print(f"{checks} commands behaved")
