@@ -603,6 +603,33 @@ TEST(Call, RefusesBadArgumentsAndWritesNothing) {
   EXPECT_EQ(attempt([](CallArgs&) {}, &spoiled), Status::non_finite);
 }
 
+// Whether a call selects or not, it refuses the same q and k; what is padding is not looked at.
+TEST(CallOnCpu, DenseCallsRefuseWhatSparseOnesDo) {
+  const Context context(2);
+  const Inputs in(1, 2, 60, 60, 40, 9);
+  const Plan dense(context, method("dense"), in.shape()),
+      sparse(context, method("scope", {{"partition", "even:2"}}), in.shape());
+  const Plan unchecked(context, method("dense", {{"check_finite", "no"}}), in.shape());
+  Extra dense_layer, padded;
+  dense_layer.place = {0, -1, 0};
+  padded.q_lengths = {59};
+  for (const float wrong : {kNan, -std::numeric_limits<float>::infinity(), 2e18f}) {
+    Inputs spoiled = in;
+    spoiled.q[59 * 40 + 3] = wrong;  // of the last token
+    EXPECT_EQ(status_of([&] { run(dense, spoiled, {}); }), Status::non_finite);
+    EXPECT_EQ(status_of([&] { run(sparse, spoiled, dense_layer); }), Status::non_finite);
+    EXPECT_EQ(status_of([&] { run(unchecked, spoiled, {}); }), Status::ok);
+    EXPECT_EQ(status_of([&] { run(dense, spoiled, padded); }), Status::ok);
+    PreparedCall prepared(sparse, spoiled, {});
+    const std::vector<int32_t> labels(2 * 60, 0);
+    const std::vector<uint32_t> mask(static_cast<size_t>(2 * sparse.selection_groups * 2), 1u);
+    EXPECT_EQ(status_of([&] {
+                attend_selected(sparse, prepared.args, {labels.data(), mask.data(), nullptr});
+              }),
+              Status::non_finite);
+  }
+}
+
 // out may be q itself and nothing else that a call reads or writes.
 TEST(Call, OutOverlapsNothingButQ) {
   const Context context = tested_context();

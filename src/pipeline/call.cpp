@@ -53,7 +53,7 @@ class Call {
   void run() {
     const bool prefix = clusters_in_prefix(settings_, stats_.reason) && args_.state != nullptr;
     const bool clusters = sparse() || prefix;
-    if (clusters && settings_.check_finite) check_finite(plan_, exec_, args_);
+    check();
     stats_.warm = args_.state != nullptr && clusters;
     bool selected = false, reused = false;
     for (int64_t b = 0; b < shape_.batch; ++b) {
@@ -92,6 +92,7 @@ class Call {
 
   void run_selected(const SelectedArgs& selected) {
     stats_.reason = Reason::sparse;
+    check();
     const int64_t words = mask_words(shape_.k_tokens), groups = plan_.selection_groups;
     for (int64_t b = 0; b < shape_.batch; ++b) {
       const Sample s = describe(b);
@@ -123,6 +124,11 @@ class Call {
 
  private:
   bool sparse() const { return stats_.reason == Reason::sparse; }
+
+  // Calls that select nothing refuse what the others would, so that a schedule does not hide it.
+  void check() const {
+    if (settings_.check_finite) check_finite(plan_, exec_, args_);
+  }
 
   Sample describe(int64_t b) {
     frame_.mark(Moment::other);

@@ -1,4 +1,4 @@
-"""Files that are none, and states with numbers that no centroid has: refused in words.
+"""Files that are none, states and tensors with numbers that must not be: refused in words.
 
     check_inputs.py SCOPE-COMMAND REPOSITORY
 """
@@ -156,10 +156,21 @@ def states():
         accept(*base)
 
 
+def not_a_number():
+    """Dense calls refuse NaN in q and k as sparse ones do (docs/abi.md)."""
+    for name in "qk":
+        dtype, shape, data = TENSORS[name]
+        write_tensors(BAD, {**TENSORS, name: (dtype, shape, data[:400] + struct.pack("<f", float("nan")) + data[404:])}, META)
+        for more in (("--method", "dense"), ("--layer", "0"), ()):
+            refuse(3, [f"{name}: NaN"], "attend", BAD, "-o", OUT, *more)
+        accept("attend", BAD, "-o", OUT, "--method", "dense", "--set", "check_finite=no")
+
+
 with tempfile.TemporaryDirectory() as FOLDER:
     OUT, GOOD, BAD = (f"{FOLDER}/{name}.safetensors" for name in ("out", "good", "bad"))
     accept("make-qkv", "--grid", "3x4x5", "--rope", "12,10,10", "--heads", "2", "-o", GOOD)
     TENSORS, META = read_tensors(GOOD)
     files_that_are_none()
     states()
+    not_a_number()
 print(f"{checks} commands behaved")
