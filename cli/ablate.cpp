@@ -138,9 +138,6 @@ class Ablation {
         notes_(video::read_notes(folder_)),
         config_(video::read_model_config(folder_)),
         context_(options.machine.context()) {
-    require(options.seeds >= 1 && options.seeds <= 10000, Status::invalid_argument, "--seeds: got {}, expected 1..10000",
-            options.seeds);
-    require(options.steps >= 1, Status::invalid_argument, "--steps: got {}, expected at least 1", options.steps);
     require(notes_.rgb, Status::unsupported, "--model: videos are compared as frames, and {} gives latents", options.model);
     for (const char* flag : {"-o", "--csv", "--plot"}) {
       check_place(flag, flag[1] == 'o' ? options.output : flag[2] == 'c' ? options.csv : options.plot);
@@ -351,6 +348,7 @@ class Ablation {
           require(!settings.dense, Status::invalid_argument,
                   "--variants: dense is what the others are compared with, and runs anyway");
           settings.target_density = density;
+          check_effects(variant, "", {}, settings, {.device = options_.machine.on_device()});
           try {
             make_plan(settings);  // refuses what cannot run
             rows_.push_back({variant, density, settings, false, false, {}, {}});
@@ -568,8 +566,8 @@ void add_ablate(CLI::App& app) {
       ->check(CLI::IsMember({"paper"}))
       ->excludes(variants)
       ->excludes(density);
-  command->add_option("--seeds", options->seeds, "how many, from 0")->capture_default_str();
-  command->add_option("--steps", options->steps, "Euler steps")->capture_default_str();
+  command->add_option("--seeds", options->seeds, "how many, from 0")->check(whole(1, 10000))->capture_default_str();
+  command->add_option("--steps", options->steps, "Euler steps")->check(whole(1, kMostSamplerSteps))->capture_default_str();
   command->add_option("--model", options->model, "model folder, or the name of a bundled one; it must give RGB frames")
       ->capture_default_str();
   command->add_option("--grid", options->grid, "tokens along T, H and W, as 13x20x32; the model's default");
@@ -579,10 +577,11 @@ void add_ablate(CLI::App& app) {
   command->add_option("--compute", options->compute, "f32 or bf16; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--no-control", options->no_control, "leave the control out");
-  command->add_option("-o,--output", options->output, "write every figure of every seed as JSON; an infinite PSNR is null");
+  CLI::Option* output = command->add_option("-o,--output", options->output,
+                                            "write every figure of every seed as JSON; an infinite PSNR is null");
   command->add_option("--csv", options->csv, "write a line for each variant, density and seed");
   command->add_option("--plot", options->plot, "write PSNR by density as SVG");
-  command->add_option("--commit", options->commit, "recorded in the JSON");
+  command->add_option("--commit", options->commit, "recorded in the JSON")->needs(output);
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

@@ -57,12 +57,17 @@ void add_dump(const Runner& runner, const Qkv& qkv, io::SafeTensors& out) {
 }
 
 void run(const Options& options) {
-  Settings settings = options.method.settings();
-  if (!options.target_density.empty()) set_setting(settings, "target_density", options.target_density);
+  const Settings settings = options.method.settings({.layer = options.layer >= 0,
+                                                     .step = options.step >= 0,
+                                                     .state = !options.state.empty(),
+                                                     .device = options.machine.on_device()},
+                                                    options.target_density);
   require(!options.dump || !settings.dense, Status::invalid_argument, "--dump: method dense has no selection");
   require(options.state.empty() || !settings.dense, Status::invalid_argument, "--state: method dense keeps none");
   require((options.step < 0) == (options.steps == 0), Status::invalid_argument,
           "--step: needs --steps, and --steps needs --step");
+  require(!settings.dense || (options.layer < 0 && options.step < 0), Status::invalid_argument,
+          "{}: method dense has no schedule", options.layer >= 0 ? "--layer" : "--step");
   const bool npy = options.output.ends_with(".npy");
   require(!npy || (!options.dump && !options.lse), Status::invalid_argument,
           "--output: a .npy file holds one array; --dump and --lse need .safetensors");
@@ -72,6 +77,12 @@ void run(const Options& options) {
   const Qkv& qkv = input.qkv;
   progress->step("read");
   if (options.quality > 0) input.check_measurable("--quality");
+  if (!options.input.reads_subspaces(input, options.method.method, options.method.set, settings)) {
+    const std::string why = why_idle(settings, "partition");
+    require(options.input.subspaces.empty(), Status::invalid_argument, "--subspaces: would do nothing for --method {}: {}",
+            options.method.method,
+            why.empty() ? fmt::format("rule {} keeps whole codes of one subspace", row(settings.rule).name) : why);
+  }
   Runner runner(context, settings, input.shape());
   if (!settings.dense) runner.want_selection();
   if (!options.state.empty()) {
@@ -162,14 +173,13 @@ void add_attend(CLI::App& app) {
   command->add_option(
       "--target-density", options->target_density,
       "share of keys that each head keeps, under any method: solved in the call, within 0.005 or the nearest");
-  command->add_option("--layer", options->layer, "this call's layer, for the schedule")->check(CLI::NonNegativeNumber);
-  command->add_option("--step", options->step, "this call's denoising step, for the schedule")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--steps", options->steps, "how many denoising steps there are")->check(CLI::PositiveNumber);
+  command->add_option("--layer", options->layer, "this call's layer, for the schedule")->check(whole(0, kMostLayers));
+  command->add_option("--step", options->step, "this call's denoising step, for the schedule")->check(whole(0, kMostSteps));
+  command->add_option("--steps", options->steps, "how many denoising steps there are")->check(whole(1, kMostSteps));
   command->add_option("--state", options->state, "warm-start file: read if it exists, written after the call");
   command->add_option("--stats", options->stats, "write the call's statistics as JSON");
   command->add_option("--quality", options->quality, "measure recall and error on N sampled queries per head, in float64")
-      ->check(CLI::NonNegativeNumber);
+      ->check(whole(0, kMostSamples));
   command->add_flag("--dump", options->dump, "add the selection, centroids, codebooks and codes to the output file");
   command->add_flag("--lse", options->lse, "add the log-sum-exp to the output file");
   options->machine.add(*command);

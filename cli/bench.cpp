@@ -77,7 +77,10 @@ nlohmann::ordered_json run_case(const Case& c, const Options& options, const Con
   const SyntheticSpec spec{
       {c.grid[0], c.grid[1], c.grid[2]}, parse_list("--rope", options.rope, ','), c.heads, options.seed};
   const Qkv qkv = synthetic_qkv(spec, options.dtype, *context.exec().pool);
-  std::vector<Variant> variants = make_variants(options.method.settings(), c.density);
+  std::vector<Variant> variants =
+      make_variants(options.method.settings({.layer = false, .step = false, .device = options.machine.on_device()},
+                                            fmt::format("{}", c.density)),
+                    c.density);
   CallArgs args;
   args.q = qkv.view(qkv.q, qkv.q_tokens);
   args.k = qkv.view(qkv.k, qkv.k_tokens);
@@ -190,8 +193,6 @@ std::vector<Case> cases(const Options& options) {
 }
 
 void run(Options options) {
-  require(options.repeat >= 1 && options.repeat <= 1000, Status::invalid_argument, "--repeat: got {}, expected 1..1000",
-          options.repeat);
   const Context context = options.machine.context();
   if (options.dtype.empty()) options.dtype = dtype_name(finest_dtype(context));
   nlohmann::ordered_json json{{"machine", machine_json(context)},
@@ -213,19 +214,30 @@ void add_bench(CLI::App& app) {
       "Time the stages and whole calls on synthetic q, k, v: dense, warm and cold, the method's own rule solved for the\n"
       "given density, and, where it keeps single keys, fixed k and the exact proxy beside it. Medians of interleaved runs;\n"
       "the speedup is over our own dense attention in the same run.");
-  command->add_option("--grid", options->grid, "tokens along T, H and W (default 16x32x32)");
+  CLI::Option* grid = command->add_option("--grid", options->grid, "tokens along T, H and W (default 16x32x32)");
   command->add_option("--rope", options->rope, "channels along T, H and W")->capture_default_str();
-  command->add_option("--heads", options->heads, "heads")->check(CLI::PositiveNumber)->capture_default_str();
+  CLI::Option* heads =
+      command->add_option("--heads", options->heads, "heads")->check(whole(1, kMostHeads))->capture_default_str();
   command->add_option("--dtype", options->dtype, "f32, f16 or bf16 (default: f32 on the CPU, bf16 on a GPU)")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}));
-  command->add_option("--density", options->density, "one or more, separated by commas")->capture_default_str();
-  command->add_option("--repeat", options->repeat, "runs of each variant")->capture_default_str();
-  command->add_option("--seed", options->seed, "of the data")->capture_default_str();
-  command->add_option("--quality", options->quality, "also measure recall on N queries per head")->capture_default_str();
-  command->add_flag("--suite", options->suite, "the two shapes of the speed table: 2 x 16,384 at 0.20, 1 x 75,600 at 0.15");
-  command->add_flag("--sweep", options->sweep, "tokens x density, for the break-even table");
-  command->add_option("--json", options->json, "write the figures here");
-  command->add_option("--commit", options->commit, "recorded in the JSON");
+  CLI::Option* density =
+      command->add_option("--density", options->density, "one or more, separated by commas")->capture_default_str();
+  command->add_option("--repeat", options->repeat, "runs of each variant")
+      ->check(whole(1, kMostRepeats))
+      ->capture_default_str();
+  command->add_option("--seed", options->seed, "of the data")->check(whole(0, kMostSeed))->capture_default_str();
+  command->add_option("--quality", options->quality, "also measure recall on N queries per head")
+      ->check(whole(0, kMostSamples))
+      ->capture_default_str();
+  CLI::Option* suite = command->add_flag("--suite", options->suite,
+                                         "the two shapes of the speed table: 2 x 16,384 at 0.20, 1 x 75,600 at 0.15");
+  suite->excludes(grid)->excludes(heads)->excludes(density);
+  command->add_flag("--sweep", options->sweep, "tokens x density, for the break-even table")
+      ->excludes(suite)
+      ->excludes(grid)
+      ->excludes(density);
+  CLI::Option* json = command->add_option("--json", options->json, "write the figures here");
+  command->add_option("--commit", options->commit, "recorded in the JSON")->needs(json);
   options->method.add(*command);
   options->machine.add(*command);
   command->callback([options] { run(*options); });

@@ -349,15 +349,25 @@ void write_text(const std::string& path, const std::string& text) {
 void MachineFlags::add(CLI::App& app) {
   std::vector<std::string> names;
   for (const Backend* each : backends()) names.emplace_back(each->name);
-  app.add_option("--threads", threads, "CPU threads; 0 = one per core")->capture_default_str();
+  add_host(app);
   app.add_option("--backend", backend, fmt::format("what calls run on: {}", fmt::join(names, " or ")))
       ->check(CLI::IsMember(names))
       ->capture_default_str();
-  app.add_option("--device", device, "which GPU, on a backend of GPUs")->capture_default_str();
+  app.add_option("--device", device, "which GPU, on a backend of GPUs")->check(whole(0, 1023))->capture_default_str();
+}
+
+void MachineFlags::add_host(CLI::App& app) {
+  add_threads(app, threads);
   app.add_option("--instruction-set", instruction_set, "the CPU's: auto, avx512, avx2 or portable")->capture_default_str();
 }
 
+bool MachineFlags::on_device() const { return !find_backend(backend).can.host; }
+
 Context MachineFlags::context() const {
+  require(on_device() || device == 0, Status::invalid_argument, "--device: got {}, and --backend {} has no devices", device,
+          backend);
+  require(!on_device() || instruction_set == "auto", Status::invalid_argument,
+          "--instruction-set: got {}, and --backend {} does not run on the CPU", instruction_set, backend);
   return Context(
       ContextOptions{.backend = backend, .threads = threads, .instruction_set = instruction_set, .device = device});
 }

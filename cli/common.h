@@ -11,9 +11,11 @@
 #include <string>
 #include <vector>
 
+#include "bounds.h"
 #include "io/file.h"
 #include "measure/recall.h"
 #include "measure/synthetic.h"
+#include "methods/effects.h"
 #include "pipeline/call.h"
 
 namespace scope::cli {
@@ -54,6 +56,9 @@ struct InputFlags {
   int64_t text = 0;
   void add(CLI::App& app);
   Input read(const std::string& model) const;
+  // The channel sets of an input beside a method's partition: whether it reads them; both given for one method is refused.
+  bool reads_subspaces(const Input& input, const std::string& method, const std::vector<std::string>& set,
+                       const Settings& settings) const;
 };
 
 // One plan with everything that a call needs, owned.
@@ -109,8 +114,14 @@ void write_json(const std::string& path, const nlohmann::ordered_json& json);
 
 std::vector<std::string> split(std::string_view text, char separator);
 
-// A method by its name, or with settings: scope:partition=even:8+rule=hybrid. `model` may be empty.
-Settings parse_method(const std::string& text, const std::string& model);
+// A method by its name, or with settings: scope:partition=even:8+rule=hybrid. `model` may be empty; `set` comes last.
+Settings parse_method(const std::string& text, const std::string& model, const std::vector<std::string>& set = {});
+// Refuses a setting that the text or `set` gives and that `settings`, what calls are made with, do not have or do not read.
+// What the method has anyway may be said again.
+void check_effects(const std::string& text, const std::string& model, const std::vector<std::string>& set,
+                   const Settings& settings, const Surroundings& with);
+// Whether the text or `set` gives this setting.
+bool gives(const std::string& text, const std::vector<std::string>& set, std::string_view name);
 // What meeting a target density took, a line each: a lowered alpha, or the nearest density where the steps are coarse.
 // Throws when the least that the method keeps is above the target. target 0: none.
 std::vector<std::string> target_notes(const Runner& runner, double target, const std::string& method);
@@ -125,13 +136,16 @@ struct MethodFlags {
   std::string method = "scope", model;
   std::vector<std::string> set;
   void add(CLI::App& app, bool with_method = true);
-  Settings settings() const;
+  // target_density: the value of a command's own option; empty: not given.
+  Settings settings(const Surroundings& with, const std::string& target_density = "") const;
 };
 struct MachineFlags {
   int threads = 0;
   std::string instruction_set = "auto", backend = "cpu";
   int device = 0;
   void add(CLI::App& app);
+  void add_host(CLI::App& app);  // of a command that runs on the CPU alone
+  bool on_device() const;
   Context context() const;
 };
 // f32 where the backend takes it.

@@ -72,13 +72,20 @@ class Comparison {
         input_(options.input.read(options.model)),
         dense_runner_(context_, parse_method("dense", ""), input_.shape()) {
     input_.check_measurable("compare");
+    const Surroundings with{
+        .layer = options.place.layer >= 0, .step = options.place.step >= 0, .device = options.machine.on_device()};
+    bool reads_subspaces = options.input.subspaces.empty();
     // What cannot run is refused before anything is measured.
     for (const Method& method : methods_) {
-      const Plan plan(context_, at_density(method, densities_.front()), input_.shape());
+      const Settings settings = at_density(method, densities_.front());
+      check_effects(method.name, options.model, {}, settings, with);
+      reads_subspaces = options.input.reads_subspaces(input_, method.name, {}, settings) || reads_subspaces;
+      const Plan plan(context_, settings, input_.shape());
       const Reason reason = schedule(method.settings, options.place);
       require(reason == Reason::sparse, Status::invalid_argument, "--layer, --step: there {} is {}", method.name,
               reason_text(reason));
     }
+    require(reads_subspaces, Status::invalid_argument, "--subspaces: none of --methods {} takes them", options.methods);
     samples_ = std::min(samples_, input_.qkv.q_tokens);
   }
 
@@ -329,16 +336,16 @@ void add_compare(CLI::App& app) {
   command->add_option("--samples", options->samples, "queries per head on which recall and error are measured, or all")
       ->capture_default_str();
   command->add_option("--repeat", options->repeat, "warm calls of each; times are medians")
-      ->check(CLI::PositiveNumber)
+      ->check(whole(1, kMostRepeats))
       ->capture_default_str();
   command->add_option("--model", options->model, "take settings of a known model (see `scope methods`)");
   command->add_option("--profile", options->profile, "the setting `profile` for svoo: a CSV of `scope profile`");
   command->add_option("--layer", options->place.layer, "the calls' layer, which must not be a dense one")
-      ->check(CLI::NonNegativeNumber);
+      ->check(whole(0, kMostLayers));
   CLI::Option* step = command->add_option("--step", options->place.step, "their denoising step, likewise");
   CLI::Option* steps = command->add_option("--steps", options->place.steps, "how many denoising steps there are");
-  step->check(CLI::NonNegativeNumber)->needs(steps);
-  steps->check(CLI::PositiveNumber)->needs(step);
+  step->check(whole(0, kMostSteps))->needs(steps);
+  steps->check(whole(1, kMostSteps))->needs(step);
   command->add_option("--json", options->json, "write everything as JSON");
   command->add_option("--csv", options->csv, "write the table as CSV");
   command->add_option("--plots", options->plots,

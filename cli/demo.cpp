@@ -106,9 +106,9 @@ void add_demo(CLI::App& app) {
   auto options = std::make_shared<Options>();
   CLI::App* command = app.add_subcommand("demo", "Dense attention and SCOPE side by side on a synthetic video grid.");
   command->add_option("--grid", options->grid, "tokens along T, H and W")->capture_default_str();
-  command->add_option("--heads", options->heads, "heads")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--heads", options->heads, "heads")->check(whole(1, kMostHeads))->capture_default_str();
   command->add_option("--samples", options->samples, "queries per head on which recall and error are measured")
-      ->check(CLI::PositiveNumber)
+      ->check(whole(1, kMostSamples))
       ->capture_default_str();
   options->machine.add(*command);
   command->callback([options] { run(*options); });

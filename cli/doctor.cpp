@@ -80,7 +80,7 @@ void run(MachineFlags machine) {
   fmt::print("scope             {}\n", SCOPE_VERSION);
   fmt::print("machine           {}, {}\n", info["cpu"].get<std::string>(), info["system"].get<std::string>());
   fmt::print("threads           {} of {} cores, {}\n", host.threads(), available_cores(), host.instruction_set());
-  // Every backend is tested, and every device of each, whatever --backend and --device say.
+  // Every backend is tested, and every device of each.
   for (const Backend* backend : backends()) {
     fmt::print("{:<17} {}\n", fmt::format("backend {}", backend->name), takes(backend->can));
     const std::vector<std::string> inventory = backend->inventory();
@@ -103,7 +103,7 @@ void run(MachineFlags machine) {
 void add_doctor(CLI::App& app) {
   auto machine = std::make_shared<MachineFlags>();
   CLI::App* command = app.add_subcommand("doctor", "Say what this machine has and run a one-second self-test.");
-  machine->add(*command);
+  machine->add_host(*command);
   command->callback([machine] { run(*machine); });
 }
 

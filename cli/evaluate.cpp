@@ -78,12 +78,12 @@ void add_evaluate(CLI::App& app) {
   command->add_option("clip", options->b, "folder of the clip to judge")->required();
   command
       ->add_option("--skip", options->skip, "frames at the start that do not count, such as one that was given to the model")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole(0, kMostFrames))
       ->capture_default_str();
   command->add_option("--json", options->json, "write all numbers as JSON; an infinite PSNR is null");
   command->add_option("--csv", options->csv, "write frame,mse,psnr,ssim");
   command->add_option("--plot", options->plot, "write PSNR by frame as SVG");
-  command->add_option("--threads", options->threads, "CPU threads; 0 = one per core")->capture_default_str();
+  add_threads(*command, options->threads);
   command->callback([options] { run(*options); });
 }
 

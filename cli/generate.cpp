@@ -76,6 +76,7 @@ void read_inputs(const Options& options, const std::string& path, const video::M
   require(options.image.empty(), Status::invalid_argument,
           "--image: this model's latents are a VAE's; put the encoded image into --condition");
   const io::SafeTensors file = io::read_safetensors(path);
+  check_example(path, file, options.example);
   const auto prompt = [&](const char* name) {
     video::Prompt out;
     out.text = take_floats(path, file, name, {-1, config.text_dim}, options.example);
@@ -179,9 +180,7 @@ std::set<int64_t> parse_set(const char* name, const std::string& text, int64_t e
 
 void run(const Options& options) {
   const MethodFlags flags{options.method, "", options.set};
-  Settings settings = flags.settings();
-  if (!options.target_density.empty()) set_setting(settings, "target_density", options.target_density);
-  require(options.steps >= 1, Status::invalid_argument, "--steps: got {}, expected at least 1", options.steps);
+  const Settings settings = flags.settings({.device = options.machine.on_device()}, options.target_density);
   const std::string folder = find_model_folder(options.model);
   const video::Notes notes = video::read_notes(folder);
   const video::ModelConfig config = video::read_model_config(folder);
@@ -307,26 +306,31 @@ void add_generate(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--set", options->set, "one setting, as name=value; repeat for more")->allow_extra_args(false);
   command->add_option("--target-density", options->target_density, "share of keys that each head keeps in sparse calls");
-  command->add_option("--steps", options->steps, "Euler steps")->capture_default_str();
-  command->add_option("--seed", options->seed, "names the noise; the same for every method")->capture_default_str();
+  command->add_option("--steps", options->steps, "Euler steps")->check(whole(1, kMostSamplerSteps))->capture_default_str();
+  CLI::Option* seed = command->add_option("--seed", options->seed, "names the noise; the same for every method")
+                          ->check(whole(0, kMostSeed))
+                          ->capture_default_str();
   command->add_option("--grid", options->grid, "tokens along T, H and W, as 13x20x32; the bundled model's default");
   command->add_option("--example", options->example, "which sample of the condition file, from 0")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole(0, kMostSamples))
       ->capture_default_str();
   command->add_option("--image", options->image, "first frame as PNG (bundled model); otherwise the example's");
   command->add_option("--condition", options->condition, "prompt embeddings; otherwise the bundled examples.safetensors");
-  command->add_option("--noise", options->noise, "take the tensor `noise` of this .safetensors file instead of a seed's");
-  command->add_option("--shift", options->shift, "of the noise levels; the model's own, or 5")->check(CLI::PositiveNumber);
-  command->add_option("--guidance", options->guidance, "classifier-free guidance; 5 where there is a negative prompt");
+  command->add_option("--noise", options->noise, "take the tensor `noise` of this .safetensors file instead of a seed's")
+      ->excludes(seed);
+  command->add_option("--shift", options->shift, "of the noise levels; the model's own, or 5")->check(above(0, 1000));
+  command->add_option("--guidance", options->guidance, "classifier-free guidance; 5 where there is a negative prompt")
+      ->check(above(0, 1000));
   command
       ->add_option("--compute", options->compute,
                    "f32 or bf16, for linear layers and attention; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--latents", options->latents, "write latents.safetensors beside the frames");
-  command->add_option("--dump-qkv", options->dump,
-                      "write q, k, v of every layer into this folder, for scope compare and attend");
-  command->add_option("--dump-steps", options->dump_steps, "the steps to dump, as 4,10; otherwise the middle one");
-  command->add_option("--dump-layers", options->dump_layers, "the layers to dump, as 0,2; otherwise all");
+  CLI::Option* dump = command->add_option("--dump-qkv", options->dump,
+                                          "write q, k, v of every layer into this folder, for scope compare and attend");
+  command->add_option("--dump-steps", options->dump_steps, "the steps to dump, as 4,10; otherwise the middle one")
+      ->needs(dump);
+  command->add_option("--dump-layers", options->dump_layers, "the layers to dump, as 0,2; otherwise all")->needs(dump);
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

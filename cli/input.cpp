@@ -37,6 +37,11 @@ Qkv read_qkv(const InputFlags& flags, io::SafeTensors& file) {
             "input: expected a .safetensors file, or --q, --k and --v as .npy files");
     return make_qkv_input(io::read_npy(flags.q), io::read_npy(flags.k), io::read_npy(flags.v));
   }
+  for (const auto& [name, file_of] :
+       {std::pair<const char*, const std::string&>{"--q", flags.q}, {"--k", flags.k}, {"--v", flags.v}}) {
+    require(file_of.empty(), Status::invalid_argument, "{}: got {} beside the input file {}; expected one or the other",
+            name, file_of, flags.path);
+  }
   file = io::read_safetensors(flags.path);
   io::Array q = take_tensor(file, flags.path, "q");
   io::Array k = take_tensor(file, flags.path, "k");
@@ -67,11 +72,29 @@ void describe(const InputFlags& flags, const std::string& model, const io::SafeT
     require(tokens == qkv.q_tokens, Status::shape, "grid: {} has {} tokens, with {} of text {}, and q has {}", input.grid,
             product, flags.text, tokens, qkv.q_tokens);
   }
+  require(flags.rope.empty() || flags.subspaces.empty(), Status::invalid_argument,
+          "--rope: got {} beside --subspaces, which are the channel sets in its place", flags.rope);
   const std::string subspaces = flag_or_metadata(flags.subspaces, file, "subspaces");
   std::string rope = flag_or_metadata(flags.rope, file, "rope");
   if (rope.empty() && !model.empty()) rope = fmt::format("{}", fmt::join(find_model(model).rope, ","));
   if (!rope.empty()) qkv.rope = parse_list("rope", rope, ',');
   if (!subspaces.empty()) qkv.subspaces = parse_subspaces(subspaces);
+}
+
+// Text is the last tokens of every sample, and the file must not say otherwise.
+void check_text(const Input& input) {
+  for (const auto& [name, mask] :
+       {std::pair<const char*, const std::vector<uint32_t>&>{"keep", input.keep}, {"dense_queries", input.dense_queries}}) {
+    require(mask.empty(), Status::invalid_argument, "--text: the file marks its text itself, by its tensor {}", name);
+  }
+  const auto check_length = [](const char* name, const std::vector<int64_t>& lengths, int64_t tokens) {
+    for (size_t b = 0; b < lengths.size(); ++b) {
+      require(lengths[b] == tokens, Status::invalid_argument,
+              "--text: the last tokens of sample {} are padding: the file's {} says {} of {}", b, name, lengths[b], tokens);
+    }
+  };
+  check_length("q_lengths", input.q_lengths, input.qkv.q_tokens);
+  check_length("k_lengths", input.k_lengths, input.qkv.k_tokens);
 }
 
 // The last `text` tokens are text: every query sees them, and they see everything.
@@ -101,7 +124,7 @@ void InputFlags::add(CLI::App& app) {
   app.add_option("--rope", rope, "channels along T, H and W, as T,H,W");
   app.add_option("--subspaces", subspaces, "channel sets as JSON lists; wins over the setting partition");
   app.add_option("--text", text, "the last N tokens are text: always kept as keys, dense as queries")
-      ->check(CLI::NonNegativeNumber);
+      ->check(whole(0, (int64_t{1} << 31) - 64));
 }
 
 Input InputFlags::read(const std::string& model) const {
@@ -114,10 +137,20 @@ Input InputFlags::read(const std::string& model) const {
   input.keep = take<uint32_t>(file, "keep", io::ElementType::u32, {qkv.batch, mask_words(qkv.k_tokens)});
   input.dense_queries = take<uint32_t>(file, "dense_queries", io::ElementType::u32, {qkv.batch, mask_words(qkv.q_tokens)});
   if (text > 0) {
+    check_text(input);
     input.keep = last_tokens(text, qkv.batch, qkv.k_tokens);
     input.dense_queries = last_tokens(text, qkv.batch, qkv.q_tokens);
   }
   return input;
+}
+
+bool InputFlags::reads_subspaces(const Input& input, const std::string& method, const std::vector<std::string>& set,
+                                 const Settings& settings) const {
+  if (settings.dense || !row(settings.proxy).codes || row(settings.rule).whole_codes) return false;
+  require(input.qkv.subspaces.empty() || !gives(method, set, "partition"), Status::invalid_argument,
+          "partition: {} is given for {} beside {}, which are the channel sets in its place", settings.partition, method,
+          subspaces.empty() ? "the subspaces of " + path : "--subspaces");
+  return true;
 }
 
 Shape Input::shape() const {

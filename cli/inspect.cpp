@@ -120,7 +120,7 @@ class Inspection {
  public:
   explicit Inspection(const Options& options)
       : options_(options),
-        settings_(options.method.settings()),
+        settings_(options.method.settings(surroundings(true))),
         samples_(parse_samples(options.samples)),
         context_(options.machine.context()),
         input_(options.input.read(options.method.model)),
@@ -139,11 +139,14 @@ class Inspection {
     for (const std::string& name : split(options.scoring, ',')) {
       Settings settings = parse_method(name, options.method.model);
       require(!settings.dense, Status::invalid_argument, "--scoring: dense scores nothing");
+      check_effects(name, options.method.model, {}, settings, surroundings(false));
+      options.input.reads_subspaces(head_, name, {}, settings);
       settings.tail = Tail::none;
       scorings_.push_back({name, std::make_unique<Runner>(context_, settings, head_.shape()), {}, {}, {}});
       scorings_.back().runner->attend = false;
       scorings_.back().runner->want_selection();
     }
+    options.input.reads_subspaces(input_, options.method.method, options.method.set, settings_);
     runner_ = std::make_unique<Runner>(context_, settings_, input_.shape());
     runner_->want_selection();
   }
@@ -207,6 +210,11 @@ class Inspection {
   }
 
  private:
+  // maps: of the clusters too, which settings_ alone decides.
+  Surroundings surroundings(bool maps) const {
+    return {.layer = false, .step = false, .state = maps, .device = options_.machine.on_device(), .maps = maps};
+  }
+
   Grid checked_query() const {
     if (options_.query.empty()) return {grid_[0] / 2, grid_[1] / 2, grid_[2] / 2};
     const auto at = parse_indices("--query", options_.query);
@@ -666,7 +674,9 @@ void add_inspect(CLI::App& app) {
       "  scope inspect qkv.safetensors --scoring sparge,svg2:codes=333,scope-paper,scope-exact:groups=300 -o look");
   options->input.add(*command);
   command->add_option("-o,--output", options->output, "folder for the pictures; made if it is not there")->required();
-  command->add_option("--head", options->head, "which head to draw, counted over samples and heads")->capture_default_str();
+  command->add_option("--head", options->head, "which head to draw, counted over samples and heads")
+      ->check(whole(0, kMostSamples))
+      ->capture_default_str();
   command->add_option("--query", options->query, "its frame,row,column, from 0; default: the middle of the grid");
   command->add_option("--frames", options->frames, "frames to draw, from 0; default: five, evenly from first to last");
   command->add_option("--clusters", options->clusters, "clusters per subspace in clusters.svg")->capture_default_str();
@@ -677,7 +687,7 @@ void add_inspect(CLI::App& app) {
   command->add_option("--samples", options->samples, "queries over which retention is averaged, or all")
       ->capture_default_str();
   command->add_option("--repeat", options->repeat, "warm calls; times are the least")
-      ->check(CLI::PositiveNumber)
+      ->check(whole(1, kMostRepeats))
       ->capture_default_str();
   options->method.add(*command);
   options->machine.add(*command);

@@ -16,7 +16,7 @@ struct Options {
   std::string grid = "13x30x52", rope = "44,42,42", dtype = "f32", output;
   int64_t heads = 2;
   uint64_t seed = 1;
-  MachineFlags machine;
+  int threads = 0;
 };
 
 void run(const Options& options) {
@@ -24,7 +24,7 @@ void run(const Options& options) {
   require(grid.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW such as 13x30x52", options.grid);
   const SyntheticSpec spec{
       {grid[0], grid[1], grid[2]}, parse_list("--rope", options.rope, ','), options.heads, options.seed};
-  ThreadPool pool(options.machine.threads);
+  ThreadPool pool(options.threads);
   auto progress = std::make_unique<Progress>("make-qkv", spec.heads);
   Qkv qkv = synthetic_qkv(spec, options.dtype, pool, [&] { progress->step("heads"); });
   progress.reset();
@@ -50,13 +50,17 @@ void add_make_qkv(CLI::App& app) {
   command->add_option("--grid", options->grid, "tokens along T, H and W, as TxHxW")->capture_default_str();
   command->add_option("--rope", options->rope, "channels along T, H and W; their sum is the head dimension")
       ->capture_default_str();
-  command->add_option("--heads", options->heads, "heads, each of its own character")->capture_default_str();
-  command->add_option("--seed", options->seed, "the same seed gives the same file")->capture_default_str();
+  command->add_option("--heads", options->heads, "heads, each of its own character")
+      ->check(whole(1, kMostHeads))
+      ->capture_default_str();
+  command->add_option("--seed", options->seed, "the same seed gives the same file")
+      ->check(whole(0, kMostSeed))
+      ->capture_default_str();
   command->add_option("--dtype", options->dtype, "f32, f16 or bf16")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->capture_default_str();
   command->add_option("-o,--output", options->output, "file to write, .safetensors")->required();
-  options->machine.add(*command);
+  add_threads(*command, options->threads);
   command->callback([options] { run(*options); });
 }
 

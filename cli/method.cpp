@@ -14,10 +14,30 @@ namespace {
 
 constexpr double kCloseEnough = 0.005;  // of a density to its target
 
-void apply(Settings& settings, std::string_view item, const char* flag) {
-  const size_t equals = item.find('=');
-  require(equals != std::string_view::npos, Status::invalid_argument, "{}: got \"{}\", expected name=value", flag, item);
-  set_setting(settings, item.substr(0, equals), item.substr(equals + 1));
+// One setting that the user gave.
+struct Given {
+  const char* flag;
+  std::string name, value;
+};
+
+// In the order in which they apply: those behind the method's name, then those of --set.
+std::vector<Given> given_settings(const std::string& text, const std::vector<std::string>& set) {
+  std::vector<Given> all;
+  const auto add = [&](const char* flag, const std::string& item) {
+    const size_t equals = item.find('=');
+    require(equals != std::string::npos, Status::invalid_argument, "{}: got \"{}\", expected name=value", flag, item);
+    const std::string name = item.substr(0, equals), value = item.substr(equals + 1);
+    for (const Given& other : all) {
+      require(other.name != name, Status::invalid_argument, "{}: {} is given twice, as {} and as {}", flag, name,
+              other.value, value);
+    }
+    all.push_back({flag, name, value});
+  };
+  if (const size_t colon = text.find(':'); colon != std::string::npos) {
+    for (const std::string& item : split(text.substr(colon + 1), '+')) add("method", item);
+  }
+  for (const std::string& item : set) add("--set", item);
+  return all;
 }
 
 }  // namespace
@@ -32,13 +52,30 @@ std::vector<std::string> split(std::string_view text, char separator) {
   return parts;
 }
 
-Settings parse_method(const std::string& text, const std::string& model) {
-  const size_t colon = text.find(':');
-  Settings settings = find_method(text.substr(0, colon)).settings();
+Settings parse_method(const std::string& text, const std::string& model, const std::vector<std::string>& set) {
+  Settings settings = find_method(text.substr(0, text.find(':'))).settings();
   if (!model.empty()) apply_model(find_model(model), settings);
-  if (colon == std::string::npos) return settings;
-  for (const std::string& item : split(text.substr(colon + 1), '+')) apply(settings, item, "method");
+  for (const Given& given : given_settings(text, set)) set_setting(settings, given.name, given.value);
   return settings;
+}
+
+void check_effects(const std::string& text, const std::string& model, const std::vector<std::string>& set,
+                   const Settings& settings, const Surroundings& with) {
+  const Settings own = parse_method(text.substr(0, text.find(':')), model), asked = parse_method(text, model, set);
+  for (const Given& given : given_settings(text, set)) {
+    const std::string value = get_setting(settings, given.name);
+    require(value == get_setting(asked, given.name), Status::invalid_argument,
+            "{}: {} is given as {}, and another option makes it {}", given.flag, given.name, given.value, value);
+    if (value == get_setting(own, given.name)) continue;
+    const std::string why = why_idle(settings, given.name, with);
+    require(why.empty(), Status::invalid_argument, "{}: {}={} would do nothing for {}: {}", given.flag, given.name,
+            given.value, text, why);
+  }
+}
+
+bool gives(const std::string& text, const std::vector<std::string>& set, std::string_view name) {
+  const std::vector<Given> all = given_settings(text, set);
+  return std::any_of(all.begin(), all.end(), [&](const Given& given) { return given.name == name; });
 }
 
 void MethodFlags::add(CLI::App& app, bool with_method) {
@@ -50,9 +87,10 @@ void MethodFlags::add(CLI::App& app, bool with_method) {
   app.add_option("--set", set, "one setting, as name=value; repeat for more (see `scope methods`)")->allow_extra_args(false);
 }
 
-Settings MethodFlags::settings() const {
-  Settings result = parse_method(method, model);
-  for (const std::string& item : set) apply(result, item, "--set");
+Settings MethodFlags::settings(const Surroundings& with, const std::string& target_density) const {
+  Settings result = parse_method(method, model, set);
+  if (!target_density.empty()) set_setting(result, "target_density", target_density);
+  check_effects(method, model, set, result, with);
   return result;
 }
 

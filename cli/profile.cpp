@@ -39,8 +39,6 @@ Source parse_source(const std::string& text) {
 }
 
 void run(const Options& options) {
-  require(options.mass > 0 && options.mass <= 1, Status::invalid_argument, "--mass: got {}, expected a share in (0, 1]",
-          options.mass);
   std::vector<Source> sources;
   for (const std::string& file : options.files) sources.push_back(parse_source(file));
   const int64_t samples = parse_samples(options.samples);
@@ -85,9 +83,9 @@ void add_profile(CLI::App& app) {
       "  scope profile 10:2:a.safetensors 10:2:b.safetensors 11:2:c.safetensors -o profile.csv");
   command->add_option("files", options->files, "q, k, v files, each as STEP:LAYER:FILE")->required();
   command->add_option("-o,--output", options->output, "CSV file to write")->required();
-  command->add_option("--mass", options->mass, "share of the mass")->capture_default_str();
+  command->add_option("--mass", options->mass, "share of the mass")->check(above(0, 1))->capture_default_str();
   command->add_option("--samples", options->samples, "queries per head, or all")->capture_default_str();
-  options->machine.add(*command);
+  options->machine.add_host(*command);
   command->callback([options] { run(*options); });
 }
 

@@ -144,6 +144,8 @@ void run(const Options& options) {
     check_run(clip);
     clips.push_back(std::move(clip));
   }
+  require(options.skip == 0 || clips.size() > 1, Status::invalid_argument,
+          "--skip: got {}, and there is no second clip to compare", options.skip);
   const Clip& reference = clips[0];
   const Context context(options.threads);
   auto progress = std::make_unique<Progress>(
@@ -216,14 +218,18 @@ void add_report(CLI::App& app) {
   command->add_option("--title", options->title, "of the page")->capture_default_str();
   command
       ->add_option("--skip", options->skip, "frames at the start that do not count, such as one that was given to the model")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole(0, kMostFrames))
       ->capture_default_str();
-  command->add_option("--qkv", options->qkv, "q, k, v files to draw cluster maps of")->allow_extra_args(false);
-  command->add_option("--head", options->head, "their head")->capture_default_str();
+  CLI::Option* qkv =
+      command->add_option("--qkv", options->qkv, "q, k, v files to draw cluster maps of")->allow_extra_args(false);
+  command->add_option("--head", options->head, "their head")
+      ->check(whole(0, kMostSamples))
+      ->needs(qkv)
+      ->capture_default_str();
   command->add_option("--fps", options->fps, "frames per second when it plays")
-      ->check(CLI::Range(0.1, 120.0))
+      ->check(above(0.01, 120))
       ->capture_default_str();
-  command->add_option("--threads", options->threads, "CPU threads; 0 = one per core")->capture_default_str();
+  add_threads(*command, options->threads);
   command->callback([options] { run(*options); });
 }
 

@@ -53,6 +53,12 @@ std::vector<float> take_floats(const std::string& path, const io::SafeTensors& f
   return values;
 }
 
+void check_example(const std::string& path, const io::SafeTensors& file, int64_t example) {
+  const auto found = file.tensors.find("prompt_embeds");
+  require(example == 0 || found == file.tensors.end() || found->second.shape.size() == 3, Status::shape,
+          "--example: got {}, and prompt_embeds of {} is one sample", example, path);
+}
+
 std::array<int64_t, 3> parse_grid(const std::string& text) {
   const auto values = parse_list("--grid", text, 'x');
   require(values.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW in tokens", text);
@@ -74,6 +80,7 @@ void read_rgb_inputs(const VideoInputs& options, const std::string& folder, cons
   const std::string examples = folder + "/examples.safetensors";
   const std::string path = options.condition.empty() ? examples : options.condition;
   const io::SafeTensors file = io::read_safetensors(path);
+  check_example(path, file, options.example);
   request.prompt.text = take_floats(path, file, "prompt_embeds", {-1, config.text_dim}, options.example);
   require(config.condition_channels == video::kGuideChannels + video::kRgbChannels &&
               config.latent_channels == video::kRgbChannels,

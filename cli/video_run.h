@@ -18,6 +18,8 @@ std::string find_model_folder(const std::string& name);
 // taken, may stand before it.
 std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,
                                const std::vector<int64_t>& shape, int64_t pick);
+// Refuses an example other than 0 of a file that holds one sample.
+void check_example(const std::string& path, const io::SafeTensors& file, int64_t example);
 std::array<int64_t, 3> parse_grid(const std::string& text);
 // The value of --compute, f32 or bf16; empty: the finest that the backend takes.
 std::string checked_compute(const Context& context, const std::string& text);

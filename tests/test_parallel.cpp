@@ -66,6 +66,10 @@ TEST(ThreadPool, ManyShortRunsLoseNothing) {
   EXPECT_EQ(sum, 5000 * 6);
 }
 
+TEST(ThreadPool, RefusesCountsOutOfBounds) {
+  for (const int threads : {-1, kMostThreads + 1, 99999}) EXPECT_THROW(ThreadPool{threads}, Error) << threads;
+}
+
 TEST(ThreadPool, ZeroMeansAllCores) {
   EXPECT_GE(available_cores(), 1);
   EXPECT_EQ(ThreadPool(0).threads(), available_cores());

@@ -18,6 +18,8 @@ int available_cores() {
 }
 
 ThreadPool::ThreadPool(int threads) {
+  require(threads >= 0 && threads <= kMostThreads, Status::invalid_argument, "threads: got {}, expected 0 (all cores) to {}",
+          threads, kMostThreads);
   const int total = threads == 0 ? available_cores() : threads;
   workers_.reserve(static_cast<size_t>(total));  // so that only starting a thread can fail below
   try {

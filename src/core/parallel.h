@@ -10,9 +10,11 @@
 
 namespace scope {
 
+inline constexpr int kMostThreads = 1024;
+
 class ThreadPool {
  public:
-  // `threads` counts the caller; 0 means one per available core.
+  // `threads` counts the caller, up to kMostThreads; 0 means one per available core.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;

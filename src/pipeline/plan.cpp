@@ -12,14 +12,6 @@ namespace scope {
 
 namespace {
 
-constexpr int64_t kMostThreads = 1024;
-
-int checked_threads(int threads) {
-  require(threads >= 0 && threads <= kMostThreads, Status::invalid_argument, "threads: got {}, expected 0 (all cores) to {}",
-          threads, kMostThreads);
-  return threads;
-}
-
 void check_shape(const Shape& shape) {
   const auto positive = [](const char* name, int64_t value, int64_t most) {
     require(value >= 1 && value <= most, Status::shape, "{}: got {}, expected 1..{}", name, value, most);
@@ -44,7 +36,7 @@ void check_shape(const Shape& shape) {
 
 Context::Context(const ContextOptions& options)
     : backend_(&find_backend(options.backend)),
-      pool_(std::make_unique<ThreadPool>(checked_threads(options.threads))),
+      pool_(std::make_unique<ThreadPool>(options.threads)),
       machine_(backend_->open(options, *pool_)) {}
 
 Context::Context(int threads, std::string_view instruction_set)

@@ -49,6 +49,7 @@ enum class Meets {
 struct RuleRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in this order, and few
   Rule choice;
   const char *name, *help;
+  bool by_density;   // keeps the share `density`, and not what rho says
   bool whole_codes;  // keeps every key of some codes of one subspace, and no other
   bool similarity;   // needs to know how alike the rows of a block are: blocks on both sides
   bool errors;       // needs what leaving a cluster out costs

@@ -1,4 +1,4 @@
-"""Files that are none, states and tensors with numbers that must not be: refused in words.
+"""Options that contradict one another or do nothing, files that are none, numbers out of bounds: refused, in words.
 
     check_inputs.py SCOPE-COMMAND REPOSITORY
 """
@@ -80,6 +80,101 @@ def clip(name, frames):
     return f"{FOLDER}/{name}"
 
 
+def contradictions():
+    base = ("attend", GOOD, "-o", OUT)
+    # The input, twice or against itself.
+    for name in "qkv":
+        refuse(2, [f"--{name}", "good.safetensors"], *base, f"--{name}", f"{FOLDER}/{name}.npy")
+    text = (*base, "--grid", "3x4x4", "--text", "12")
+    accept(*text)
+    for name, entry in (("keep", ("U32", [1, 2], b"\1" + bytes(7))), ("dense_queries", ("U32", [1, 2], b"\1" + bytes(7)))):
+        write_tensors(BAD, {**TENSORS, name: entry}, META)
+        refuse(2, ["--text", name], "attend", BAD, *text[2:])
+    for name in ("q_lengths", "k_lengths"):
+        write_tensors(BAD, {**TENSORS, name: ("I64", [1], struct.pack("<q", 59))}, META)
+        refuse(2, ["--text", name, "padding"], "attend", BAD, *text[2:])
+        write_tensors(BAD, {**TENSORS, name: ("I64", [1], struct.pack("<q", 60))}, META)
+        accept("attend", BAD, *text[2:])
+    sets = json.dumps([list(range(0, 32, 2)), list(range(1, 32, 2))])
+    accept(*base, "--subspaces", sets)
+    for method in ("svg2", "scope-exact", "sparge", "svoo", "dense"):
+        refuse(2, ["--subspaces", method], *base, "--subspaces", sets, "--method", method)
+    refuse(2, ["--subspaces", "partition"], *base, "--subspaces", sets, "--set", "partition=even:4")
+    refuse(2, ["--subspaces", "--rope"], *base, "--subspaces", sets, "--rope", "12,10,10")
+    write_tensors(BAD, TENSORS, {**META, "subspaces": sets})
+    refuse(2, ["subspaces", "partition", "bad.safetensors"], "attend", BAD, "-o", OUT, "--method", "scope:partition=even:4")
+    accept("attend", BAD, "-o", OUT, "--method", "svg2:partition=even:1")  # which reads no subspaces
+
+    # Settings that the others make idle. `decides` must be in the message.
+    for method, setting, decides in (
+            ("scope", "q_block=8", "group is kmeans"), ("sparge", "groups=8", "group is blocks"), ("scope-exact", "codes=8", "proxy is exact"),
+            ("scope-exact", "partition=even:2", "proxy is exact"), ("scope-exact", "encode=blocks", "proxy is exact"),
+            ("scope", "k_block=8", "encode is kmeans"), ("sparge", "codes=8", "encode is blocks"), ("sparge", "first_sample=1", "group is blocks"),
+            ("sparge", "seed=3", "group is blocks"), ("svoo", "first_iterations=9", "group is cocluster"), ("scope:rule=target", "rho=0.5", "rule is target"),
+            ("scope", "density=0.3", "rule is online"), ("sparge", "rho=0.5", "rule is blocks_topk"), ("scope:rule=top_p", "alpha=0.3", "rule is top_p"),
+            ("scope", "similarity=0.3", "rule is online"), ("svg2", "tail_weight=0.3", "tail is none"), ("svoo", "profile_low=0.3", "profile is none"),
+            ("scope", "layers=30", "profile is none"), ("scope", "dense_layers=2", "no layer"), ("scope", "dense_steps=0.5", "no step"),
+            ("scope", "dense_last_steps=0.5", "no step"), ("scope", "warm_prefix=yes", "no step"), ("scope", "reuse_interval=3", "no step"),
+            ("scope", "reuse_start=3", "reuse_interval is 1"), ("scope", "state_dtype=bf16", "no state"), ("scope", "iterations=9", "no state"),
+            ("scope", "workspace_limit=9", "no device"), ("dense", "rho=0.5", "method dense"), ("dense", "groups=5", "method dense")):
+        name = setting.split("=")[0]
+        refuse(2, ["--set", name, decides], *base, "--method", method, "--set", setting)
+        both = f"{method}{'+' if ':' in method else ':'}{setting}"
+        refuse(2, [name, decides], *base, "--method", both)
+    place = ("--layer", "3", "--step", "4", "--steps", "9")
+    for more in (("--method", "svoo", "--set", "first_iterations=2"),  # what it has anyway
+                 (*place, "--set", "dense_layers=2", "--set", "dense_steps=0.1"), ("--set", "rule=target", "--set", "density=0.3"),
+                 ("--state", f"{FOLDER}/new.bin", "--set", "iterations=3", "--set", "state_dtype=bf16"), ("--method", "dense", "--set", "check_finite=no")):
+        accept(*base, *more)
+    refuse(2, ["rho", "target_density is 0.2"], *base, "--target-density", "0.2", "--set", "rho=0.5")
+    refuse(2, ["rho", "twice", "0.8", "0.7"], *base, "--set", "rho=0.8", "--set", "rho=0.7")
+    refuse(2, ["rho", "twice", "0.8", "0.7"], *base, "--method", "scope:rho=0.8", "--set", "rho=0.7")
+    refuse(2, ["target_density", "0.3", "0.2"], *base, "--set", "target_density=0.3", "--target-density", "0.2")
+    refuse(2, ["--layer", "method dense"], *base, "--method", "dense", "--layer", "3")
+    refuse(2, ["--step", "method dense"], *base, "--method", "dense", "--step", "3", "--steps", "9")
+    open(f"{FOLDER}/p.csv", "w").write("step,layer,head,density\n4,3,0,0.5\n4,3,1,0.5\n")
+    refuse(2, ["profile", "no layer"], *base, "--method", "svoo", "--set", f"profile={FOLDER}/p.csv")
+
+    # Machines.
+    refuse(2, ["--device", "--backend cpu"], *base, "--device", "1")
+    refuse(2, ["--backend"], "make-qkv", "--backend", "cpu", "-o", OUT)
+    refuse(2, ["--instruction-set"], "make-qkv", "--instruction-set", "avx2", "-o", OUT)
+    refuse(2, ["--backend"], "doctor", "--backend", "cpu")
+    refuse(2, ["--device"], "doctor", "--device", "0")
+    refuse(2, ["--backend"], "profile", f"1:2:{GOOD}", "--backend", "cpu", "-o", OUT)
+
+    # The other commands.
+    compare = ("compare", GOOD, "--samples", "4", "--repeat", "1", "--density", "0.3")
+    refuse(2, ["target_density", "0.5", "0.3"], *compare, "--methods", "scope:target_density=0.5")
+    refuse(2, ["rho", "target_density is 0.3"], *compare, "--methods", "scope:rho=0.5")
+    refuse(2, ["dense_steps", "no step"], *compare, "--methods", "scope:dense_steps=0.1")
+    refuse(2, ["--subspaces", "svg2,sparge"], *compare, "--methods", "svg2,sparge", "--subspaces", sets)
+    refuse(2, ["--subspaces", "partition", "scope:partition=even:2"], *compare, "--methods", "svg2,scope:partition=even:2", "--subspaces", sets)
+    accept(*compare, "--methods", "scope,svg2:codes=20", "--subspaces", sets)
+    shutil.copy(f"{FOLDER}/p.csv", f"{FOLDER}/a.csv")
+    refuse(2, ["profile", "a.csv", "p.csv"], *compare, *place, "--methods", f"svoo:profile={FOLDER}/p.csv", "--profile", f"{FOLDER}/a.csv")
+    refuse(2, ["q_block", "group is kmeans"], "inspect", GOOD, "-o", f"{FOLDER}/look", "--scoring", "scope:q_block=4")
+    refuse(2, ["codes", "proxy is exact"], "inspect", GOOD, "-o", f"{FOLDER}/look", "--method", "scope-exact:codes=4")
+    refuse(2, ["rho", "target_density is 0.2"], "bench", "--grid", "2x4x4", "--set", "rho=0.5")
+    for flag, value in (("--grid", "2x4x4"), ("--heads", "1"), ("--density", "0.2"), ("--sweep", None)):
+        refuse(2, [flag, "--suite"], "bench", "--suite", flag, *([value] if value else []))
+    refuse(2, ["--grid", "--sweep"], "bench", "--sweep", "--grid", "2x4x4")
+    refuse(2, ["--commit", "--json"], "bench", "--grid", "2x4x4", "--commit", "abc")
+    refuse(2, ["--commit", "--output"], "ablate", "--commit", "abc")
+    refuse(2, ["rho", "target_density is 0.2"], "ablate", "--variants", "scope:rho=0.5")
+    one = clip("one", range(2))
+    refuse(2, ["--head", "--qkv"], "report", one, "--head", "0", "-o", f"{FOLDER}/r.html")
+    refuse(2, ["--skip", "second clip"], "report", one, "--skip", "1", "-o", f"{FOLDER}/r.html")
+    generate = ("generate", "-o", f"{FOLDER}/run", "--steps", "1", "--grid", "5x4x6", "--image", f"{one}/frame_000.png")
+    for flag in ("--dump-steps", "--dump-layers"):
+        refuse(2, [flag, "--dump-qkv"], *generate, flag, "0")
+    refuse(2, ["--noise", "--seed"], *generate, "--noise", GOOD, "--seed", "3")
+    refuse(2, ["q_block", "group is kmeans"], *generate, "--set", "q_block=8")
+    refuse(2, ["target_density", "0.3", "0.2"], *generate, "--set", "target_density=0.3", "--target-density", "0.2")
+    write_tensors(BAD, {"prompt_embeds": ("F32", [8, 32], bytes(4 * 8 * 32))}, {})
+    refuse(3, ["--example", "one sample"], *generate, "--condition", BAD, "--example", "1")
+
+
 def files_that_are_none():
     base = ("attend", GOOD, "-o", OUT)
     model = f"{FOLDER}/model"
@@ -156,6 +251,31 @@ def states():
         accept(*base)
 
 
+def numbers():
+    base = ("attend", GOOD, "-o", OUT)
+    threads = [("attend", GOOD, "-o", OUT), ("compare", GOOD), ("make-qkv", "-o", OUT), ("evaluate", "a", "b"), ("report", "a", "-o", OUT), ("doctor",),
+               ("profile", f"1:2:{GOOD}", "-o", OUT), ("bench",), ("demo",), ("inspect", GOOD, "-o", f"{FOLDER}/look"), ("generate", "-o", f"{FOLDER}/run"), ("ablate",)]
+    cases = [(command, "--threads", value, "from 0 to 1024") for command in threads for value in ("-1", "99999", "1025", "2.5", "x", "0x10", "")]
+    cases += [(("make-qkv", "-o", OUT), "--seed", value, "from 0 to 2^63 - 1") for value in ("-1", "99999999999999999999", "1e3")]
+    cases += [(command, "--seed", "-1", "from 0 to") for command in (("generate", "-o", f"{FOLDER}/run"), ("bench",))]
+    cases += [(("make-qkv", "-o", OUT), "--heads", "0", "from 1 to 65536"), (("bench",), "--heads", "-3", "from 1 to 65536"), (("demo",), "--heads", "0", "from 1 to"),
+              (("demo",), "--samples", "0", "from 1 to"), (base, "--layer", "-1", "from 0 to 100000"), (base, "--step", "-1", "from 0 to 1000000000"),
+              (base, "--steps", "0", "from 1 to 1000000000"), (base, "--quality", "-1", "from 0 to"), (base, "--text", "-1", "from 0 to"),
+              (base, "--text", "9223372036854775807", "from 0 to"), (base, "--device", "-1", "from 0 to 1023"), (("compare", GOOD), "--layer", "-1", "from 0 to 100000"),
+              (("compare", GOOD), "--repeat", "0", "from 1 to 1000"), (("bench",), "--repeat", "0", "from 1 to 1000"), (("bench",), "--quality", "-1", "from 0 to"),
+              (("evaluate", "a", "b"), "--skip", "-1", "from 0 to"), (("report", "a", "-o", OUT), "--skip", "-1", "from 0 to"),
+              (("report", "a", "-o", OUT), "--fps", "0", "above 0.01 and up to 120"), (("report", "a", "-o", OUT), "--fps", "nan", "above 0.01"),
+              (("profile", f"1:2:{GOOD}", "-o", OUT), "--mass", "1.5", "above 0 and up to 1"), (("inspect", GOOD, "-o", f"{FOLDER}/look"), "--head", "-1", "from 0 to"),
+              (("inspect", GOOD, "-o", f"{FOLDER}/look"), "--repeat", "0", "from 1 to"), (("ablate",), "--seeds", "0", "from 1 to 10000"),
+              (("ablate",), "--steps", "0", "from 1 to 100000")]
+    cases += [(("generate", "-o", f"{FOLDER}/run"), flag, value, "above 0 and up to 1000")
+              for flag in ("--shift", "--guidance") for value in ("0", "-1", "1001", "nan", "inf", "1e999")]
+    cases += [(("generate", "-o", f"{FOLDER}/run"), flag, value, bounds) for flag, value, bounds in
+              (("--steps", "0", "from 1 to 100000"), ("--steps", "-1", "from 1 to"), ("--example", "-1", "from 0 to"))]
+    for command, flag, value, bounds in cases:
+        refuse(2, [f"{flag}: got {value or 'nothing'}", bounds], *command, f"{flag}={value}" if value else flag, *([] if value else [""]))
+
+
 def not_a_number():
     """Dense calls refuse NaN in q and k as sparse ones do (docs/abi.md)."""
     for name in "qk":
@@ -170,7 +290,9 @@ with tempfile.TemporaryDirectory() as FOLDER:
     OUT, GOOD, BAD = (f"{FOLDER}/{name}.safetensors" for name in ("out", "good", "bad"))
     accept("make-qkv", "--grid", "3x4x5", "--rope", "12,10,10", "--heads", "2", "-o", GOOD)
     TENSORS, META = read_tensors(GOOD)
+    contradictions()
     files_that_are_none()
     states()
+    numbers()
     not_a_number()
 print(f"{checks} commands behaved")
