@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <mutex>
+#include <set>
 
 namespace scope::cli {
 
@@ -15,6 +17,33 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr int64_t kMostJson = int64_t{64} << 20;  // 50 steps of 40 layers of 40 heads, two branches, take 2 MiB
+
+// "frame_3.png, frame_4.png and 7 more"
+std::string listed(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 4;
+  std::string text;
+  for (size_t i = 0; i < std::min(kShown, names.size()); ++i) {
+    text += fmt::format("{}{}", i == 0 ? "" : ", ", io::printable(names[i]));
+  }
+  return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
+}
+
+// Frames are compared by their names: one that only one of the clips has would shift all that follow.
+void check_partners(const Clip& a, const Clip& b) {
+  const auto names = [](const Clip& clip) {
+    std::set<std::string> out;
+    for (const std::string& frame : clip.frames) out.insert(fs::path(frame).filename());
+    return out;
+  };
+  const std::set<std::string> of_a = names(a), of_b = names(b);
+  const auto alone = [](const std::set<std::string>& x, const std::set<std::string>& y, const Clip& clip) {
+    std::vector<std::string> out;
+    std::set_difference(x.begin(), x.end(), y.begin(), y.end(), std::back_inserter(out));
+    return out.empty() ? "" : fmt::format("; only {} has {}", clip.path, listed(out));
+  };
+  require(of_a == of_b, Status::shape, "{}: {} frames, and {} has {}{}{}", b.path, of_b.size(), a.path, of_a.size(),
+          alone(of_a, of_b, a), alone(of_b, of_a, b));
+}
 
 }  // namespace
 
@@ -44,8 +73,7 @@ Clip open_clip(const std::string& path) {
 }
 
 VideoQuality compare_clips(ThreadPool& pool, const Clip& a, const Clip& b, int64_t skip, const std::function<void()>& done) {
-  require(a.frames.size() == b.frames.size(), Status::shape, "{}: {} frames, and {} has {}", b.path, b.frames.size(), a.path,
-          a.frames.size());
+  check_partners(a, b);
   require(skip < std::ssize(a.frames), Status::invalid_argument, "--skip: got {}, expected less than the {} frames", skip,
           a.frames.size());
   const io::Image first = io::read_png(a.frames[0]);

@@ -14,7 +14,8 @@ struct Clip {
 // A folder without frames, and a run.json that is not JSON, are refused.
 Clip open_clip(const std::string& path);
 
-// Frame by frame. Other counts or sizes are refused with the numbers; `done` is called after each frame.
+// Frame by frame, by their names. One without a partner is refused by name, another size with the numbers; `done` is called
+// after each frame.
 VideoQuality compare_clips(ThreadPool& pool, const Clip& a, const Clip& b, int64_t skip, const std::function<void()>& done);
 
 // Numbers of a comparison; an infinite PSNR is null.

@@ -66,14 +66,14 @@ void run(const Options& options) {
 
 void add_evaluate(CLI::App& app) {
   auto options = std::make_shared<Options>();
-  CLI::App* command =
-      app.add_subcommand("evaluate",
-                         "Measure how far a clip is from another of the same frames, such as a sparse run from the dense "
-                         "one of the same seed.\n"
-                         "A clip is a folder of PNG frames, in the order of their names. PSNR is averaged both ways: over "
-                         "the frames' PSNR, and\n"
-                         "as the PSNR of the mean error, which one bad frame governs.\n\n"
-                         "  scope evaluate dense scope --json quality.json --csv frames.csv --plot psnr.svg");
+  CLI::App* command = app.add_subcommand(
+      "evaluate",
+      "Measure how far a clip is from another of the same frames, such as a sparse run from the dense "
+      "one of the same seed.\n"
+      "A clip is a folder of PNG frames; those of one name are compared. PSNR is averaged both ways: over "
+      "the frames' PSNR,\n"
+      "and as the PSNR of the mean error, which one bad frame governs.\n\n"
+      "  scope evaluate dense scope --json quality.json --csv frames.csv --plot psnr.svg");
   command->add_option("reference", options->a, "folder of the clip to compare with")->required();
   command->add_option("clip", options->b, "folder of the clip to judge")->required();
   command

@@ -286,6 +286,17 @@ def not_a_number():
         accept("attend", BAD, "-o", OUT, "--method", "dense", "--set", "check_finite=no")
 
 
+def partners():
+    """Frames of one name are compared; the others are named."""
+    a, same = clip("first", (0, 1, 2, 3)), clip("same", (0, 1, 2, 3))
+    assert "4 frames are equal" in accept("evaluate", a, same)
+    shifted = clip("shifted", (1, 2, 3, 4))
+    for command in (("evaluate",), ("report", "-o", f"{FOLDER}/r.html")):
+        refuse(3, [f"only {a} has frame_000.png", f"only {shifted} has frame_004.png"], *command, a, shifted)
+    refuse(3, ["1 frames", "has 4", f"only {a} has frame_000.png, frame_001.png, frame_003.png"], "evaluate", a, clip("short", (2,)))
+    refuse(3, [f"has frame_010.png, frame_011.png, frame_012.png, frame_013.png and 6 more"], "evaluate", a, clip("long", (0, 1, 2, 3, *range(10, 20))))
+
+
 with tempfile.TemporaryDirectory() as FOLDER:
     OUT, GOOD, BAD = (f"{FOLDER}/{name}.safetensors" for name in ("out", "good", "bad"))
     accept("make-qkv", "--grid", "3x4x5", "--rope", "12,10,10", "--heads", "2", "-o", GOOD)
@@ -295,4 +306,5 @@ with tempfile.TemporaryDirectory() as FOLDER:
     states()
     numbers()
     not_a_number()
+    partners()
 print(f"{checks} commands behaved")
