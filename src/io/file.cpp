@@ -8,11 +8,13 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <system_error>
 #include <utility>
+
+#include "io/temporary.h"
 
 namespace scope::io {
 
@@ -40,28 +42,6 @@ struct Descriptor {
   Descriptor& operator=(const Descriptor&) = delete;
   ~Descriptor() {
     if (fd >= 0) ::close(fd);
-  }
-};
-
-// A new file beside `path`, gone again unless it is renamed to `path`.
-struct Temporary {
-  std::string name;
-  Descriptor file;
-  bool renamed = false;
-
-  explicit Temporary(const std::string& path) {
-    // A taken name belongs to another thread or to a process that was killed, so try the next; O_EXCL decides races.
-    for (int attempt = 0; file.fd < 0 && attempt < 1000; ++attempt) {
-      name = fmt::format("{}.{}-{}.tmp", path, ::getpid(), attempt);
-      file.fd = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-      if (file.fd < 0 && errno != EEXIST) break;
-    }
-    if (file.fd < 0) fail_io("create a temporary file to write", path, errno);
-  }
-  Temporary(const Temporary&) = delete;
-  Temporary& operator=(const Temporary&) = delete;
-  ~Temporary() {
-    if (!renamed) ::unlink(name.c_str());
   }
 };
 
@@ -130,18 +110,22 @@ void write_file(const std::string& path, std::span<const std::span<const std::by
   if (exists && S_ISDIR(info.st_mode)) fail_io("write", path, EISDIR);
   // rename would replace a device such as /dev/null by a plain file
   require(!exists || S_ISREG(info.st_mode), Status::io, "cannot write {}: not a regular file", path);
-  Temporary temporary(path);
+  // What is not in place yet needs no second name.
+  std::optional<Temporary> temporary;
+  if (!in_temporary(path)) temporary.emplace(path, Temporary::Kind::file);
+  Descriptor file;
+  file.fd = ::open((temporary ? temporary->name() : path).c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (file.fd < 0) fail_io("write", path, errno);
   for (std::span<const std::byte> rest : parts) {
     while (!rest.empty()) {
-      const ssize_t put = ::write(temporary.file.fd, rest.data(), rest.size());
+      const ssize_t put = ::write(file.fd, rest.data(), rest.size());
       if (put < 0 && errno == EINTR) continue;
       if (put < 0) fail_io("write", path, errno);
       rest = rest.subspan(static_cast<size_t>(put));
     }
   }
-  if (::fsync(temporary.file.fd) != 0) fail_io("sync", path, errno);
-  if (::rename(temporary.name.c_str(), path.c_str()) != 0) fail_io("rename the written temporary to", path, errno);
-  temporary.renamed = true;
+  if (::fsync(file.fd) != 0) fail_io("sync", path, errno);
+  if (temporary) temporary->place();
 }
 
 std::string join(std::span<const int64_t> numbers, std::string_view separator) {

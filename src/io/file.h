@@ -46,9 +46,9 @@ Source file_source(const std::string& path);             // regular files only: 
 // A file over max_bytes is Error(Status::size_limit); any failure to read is Error(Status::io).
 std::vector<std::byte> read_file(const std::string& path, int64_t max_bytes);
 
-// Writes a temporary beside `path`, syncs it and renames it. On failure the temporary is removed, what was at `path`
-// is intact, and Error(Status::io) names the path. The folder is not synced: after a power cut `path` holds either the
-// old or the new file, whole.
+// Writes a temporary beside `path`, syncs it and renames it; what is or lies in a temporary itself (io/temporary.h) is
+// written as it is. On failure the temporary is removed, what was at `path` is intact, and Error(Status::io) names the path.
+// The folder is not synced: after a power cut `path` holds either the old or the new file, whole.
 void write_file(const std::string& path, std::span<const std::span<const std::byte>> parts);
 
 // "2, 3, 4". Not fmt::join, on which g++ 12 at -O3 warns falsely.
