@@ -112,7 +112,7 @@ void run(const Options& options) {
   } else {
     io::SafeTensors result;
     result.tensors["out"] = out;
-    result.metadata["settings"] = settings_json(settings).dump();
+    result.metadata["settings"] = json_text(settings_json(settings));
     if (options.lse) {
       result.tensors["lse"] = to_array(io::ElementType::f32, {qkv.batch, qkv.heads, qkv.q_tokens}, lse.data(), lse.size());
     }

@@ -33,6 +33,21 @@ DType dtype_of(const char* name, const io::Array& array) {
 
 std::string shape_text(const std::vector<int64_t>& shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
 
+// With every string and key as utf8_text gives it.
+nlohmann::ordered_json escaped(const nlohmann::ordered_json& json) {
+  if (json.is_string()) return utf8_text(json.get<std::string>());
+  if (!json.is_structured()) return json;
+  nlohmann::ordered_json out = json.is_array() ? nlohmann::ordered_json::array() : nlohmann::ordered_json::object();
+  for (const auto& [key, value] : json.items()) {
+    if (json.is_array()) {
+      out.push_back(escaped(value));
+    } else {
+      out[utf8_text(key)] = escaped(value);
+    }
+  }
+  return out;
+}
+
 }  // namespace
 
 TensorView Qkv::view(const io::Array& x, int64_t tokens) const {
@@ -339,7 +354,29 @@ nlohmann::ordered_json machine_json(const Context& context) {
   return json;
 }
 
-void write_json(const std::string& path, const nlohmann::ordered_json& json) { write_text(path, json.dump(2) + "\n"); }
+std::string utf8_text(const std::string& text) {
+  try {
+    static_cast<void>(nlohmann::json(text).dump());
+    return text;
+  } catch (const nlohmann::json::type_error&) {
+    std::string out;
+    for (const char c : text) {
+      const auto byte = static_cast<unsigned char>(c);
+      out += byte < 0x80 ? std::string(1, c) : fmt::format("\\x{:02x}", byte);
+    }
+    return out;
+  }
+}
+
+std::string json_text(const nlohmann::ordered_json& json, int indent, bool ascii) {
+  try {
+    return json.dump(indent, ' ', ascii);
+  } catch (const nlohmann::json::type_error&) {
+    return escaped(json).dump(indent, ' ', ascii);
+  }
+}
+
+void write_json(const std::string& path, const nlohmann::ordered_json& json) { write_text(path, json_text(json, 2) + "\n"); }
 
 void write_text(const std::string& path, const std::string& text) {
   const std::span<const std::byte> part = std::as_bytes(std::span(text));

@@ -110,6 +110,10 @@ Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bo
 nlohmann::ordered_json settings_json(const Settings& settings);
 nlohmann::ordered_json stats_json(const Runner& runner);
 nlohmann::ordered_json machine_json(const Context& context);
+// The text itself where it is UTF-8; otherwise with every byte that is not ASCII as \xNN. Names of files may be anything.
+std::string utf8_text(const std::string& text);
+// What `dump` gives, with strings that are not UTF-8 escaped so.
+std::string json_text(const nlohmann::ordered_json& json, int indent = -1, bool ascii = false);
 void write_json(const std::string& path, const nlohmann::ordered_json& json);
 
 std::vector<std::string> split(std::string_view text, char separator);

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "common.h"
+
 namespace scope::cli {
 
 namespace {
@@ -67,7 +69,7 @@ struct Axis {
 
 std::string svg_escaped(const std::string& text) {
   std::string out;
-  for (const char c : text) {
+  for (const char c : utf8_text(text)) {
     if (c == '&') {
       out += "&amp;";
     } else if (c == '<') {

@@ -184,7 +184,7 @@ void run(const Options& options) {
   progress.reset();
 
   // "<" would let a name end the script that holds the JSON.
-  std::string text = data.dump(-1, ' ', true);
+  std::string text = json_text(data, -1, true);
   for (size_t at = 0; (at = text.find('<', at)) != std::string::npos;) text.replace(at, 1, "\\u003c");
   std::string page(kReportPage);
   constexpr std::string_view kPlace = "/*DATA*/";
