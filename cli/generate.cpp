@@ -1,5 +1,6 @@
 // scope generate: a video from noise with the native runner, dense or sparse, into a folder of frames.
 #include <fmt/format.h>
+#include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -125,8 +126,17 @@ void write_mp4(const std::string& folder, int64_t width) {
   const std::string scale = fmt::format("scale=iw*{}:ih*{}:flags=neighbor", zoom, zoom);
   const char* arguments[] = {"ffmpeg",       "-nostdin", "-loglevel",   "error",    "-framerate", "8",          "-i",
                              frames.c_str(), "-vf",      scale.c_str(), "-pix_fmt", "yuv420p",    clip.c_str(), nullptr};
+  // Interrupts are blocked here, for the thread that takes them, and must end ffmpeg.
+  sigset_t none;
+  sigemptyset(&none);
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setsigmask(&attributes, &none);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
   pid_t child = 0;
-  if (posix_spawnp(&child, "ffmpeg", nullptr, nullptr, const_cast<char* const*>(arguments), environ) != 0) return;
+  const int failed = posix_spawnp(&child, "ffmpeg", nullptr, &attributes, const_cast<char* const*>(arguments), environ);
+  posix_spawnattr_destroy(&attributes);
+  if (failed != 0) return;
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }

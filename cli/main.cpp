@@ -1,11 +1,39 @@
-// The scope command: parses, runs one subcommand, turns errors into a message and an exit code.
+// The scope command: parses, runs one subcommand, turns errors and interrupts into a message and an exit code.
 #include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <cstdio>
 #include <new>
+#include <system_error>
+#include <thread>
 
 #include "common.h"
+#include "io/temporary.h"
 
 namespace {
+
+// Interrupts go to a thread of their own, so that they end a call of minutes at once and files can be removed without the
+// restrictions of a signal handler. A signal that the parent ignores (nohup, a job in the background) stays ignored.
+void take_interrupts() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (const int number : {SIGHUP, SIGINT, SIGTERM}) {
+    struct sigaction action {};
+    sigaction(number, nullptr, &action);
+    if (action.sa_handler != SIG_IGN) sigaddset(&signals, number);
+  }
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // inherited by every thread from here on
+  std::thread([signals] {
+    int number = 0;
+    while (sigwait(&signals, &number) != 0) {
+    }
+    scope::io::abandon_temporaries();
+    fmt::print(stderr, "{}scope: interrupted\n", isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "");
+    _exit(128 + number);
+  }).detach();
+}
 
 // 0 success, 2 usage, 3 bad input, 4 device lost, 5 memory, 1 anything else.
 int exit_code(scope::Status status) {
@@ -30,11 +58,7 @@ int exit_code(scope::Status status) {
   }
 }
 
-}  // namespace
-
-// Describing the options can fail only for lack of memory, before anything was done.
-// NOLINTNEXTLINE(bugprone-exception-escape)
-int main(int argc, char** argv) {
+int run(int argc, char** argv) {
   CLI::App app(
       "Sparse attention for video diffusion transformers: SCOPE, on your own q, k, v.\n\n"
       "  scope make-qkv --grid 13x30x52 --rope 44,42,42 -o qkv.safetensors     make structured q, k, v\n"
@@ -61,6 +85,7 @@ int main(int argc, char** argv) {
   scope::cli::add_profile(app);
   scope::cli::add_report(app);
   try {
+    take_interrupts();
     app.parse(argc, argv);
     return 0;
   } catch (const CLI::ParseError& error) {
@@ -73,6 +98,18 @@ int main(int argc, char** argv) {
     return 5;
   } catch (const std::exception& error) {
     fmt::print(stderr, "scope: {}\n", error.what());
-    return 1;
+    return std::ferror(stdout) != 0 ? exit_code(scope::Status::io) : 1;
   }
+}
+
+}  // namespace
+
+// Describing the options can fail only for lack of memory, before anything was done.
+// NOLINTNEXTLINE(bugprone-exception-escape)
+int main(int argc, char** argv) {
+  const int code = run(argc, argv);
+  // What is printed may be lost as late as here: on a full disk, say.
+  if (code != 0 || (std::fflush(stdout) == 0 && std::ferror(stdout) == 0)) return code;
+  fmt::print(stderr, "scope: cannot write to standard output: {}\n", std::generic_category().message(errno));
+  return exit_code(scope::Status::io);
 }
