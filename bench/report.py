@@ -15,7 +15,10 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def load(name):
-    return json.loads((RESULTS / name).read_text())
+    data = json.loads((RESULTS / name).read_text())
+    if not data.get("finished", True):
+        sys.exit(f"bench/results/{name} is unfinished: it was stopped before its last case or seed")
+    return data
 
 
 def machine(data):

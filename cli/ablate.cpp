@@ -11,6 +11,7 @@
 
 #include "common.h"
 #include "measure/video_quality.h"
+#include "outputs.h"
 #include "plot.h"
 #include "video/media.h"
 #include "video_run.h"
@@ -122,14 +123,6 @@ std::string duration(double seconds) {
                           : fmt::format("{:.1f} h", seconds / 3600);
 }
 
-// A long run must not end at a folder that is not there.
-void check_place(const char* flag, const std::string& path) {
-  if (path.empty()) return;
-  const std::string folder = fs::path(path).has_parent_path() ? fs::path(path).parent_path().string() : ".";
-  require(fs::is_directory(folder) && ::access(folder.c_str(), W_OK) == 0, Status::io, "{}: cannot write into {}", flag,
-          folder);
-}
-
 class Ablation {
  public:
   explicit Ablation(const Options& options)
@@ -139,9 +132,6 @@ class Ablation {
         config_(video::read_model_config(folder_)),
         context_(options.machine.context()) {
     require(notes_.rgb, Status::unsupported, "--model: videos are compared as frames, and {} gives latents", options.model);
-    for (const char* flag : {"-o", "--csv", "--plot"}) {
-      check_place(flag, flag[1] == 'o' ? options.output : flag[2] == 'c' ? options.csv : options.plot);
-    }
     takes_f32_ = finest_dtype(context_) == DType::f32;
     compute_ = checked_compute(context_, options.compute);
     grid_ = options.grid.empty() ? notes_.grid : parse_grid(options.grid);
@@ -155,6 +145,11 @@ class Ablation {
       inputs_.condition = folder_ + "/held_out.safetensors";
     }
     make_rows();
+  }
+
+  // What the variants read.
+  void declare(Outputs& outputs) const {
+    for (const Row& row : rows_) outputs.reads(row.settings);
   }
 
   // `done` is called after each seed.
@@ -241,9 +236,12 @@ class Ablation {
         "variant; both medians over seeds.\n");
   }
 
+  bool finished() const { return std::ssize(dense_) == options_.seeds; }
+
   nlohmann::ordered_json json() const {
     nlohmann::ordered_json out{
         {"version", SCOPE_VERSION},
+        {"finished", finished()},
         {"commit", options_.commit},
         {"suite", options_.suite},
         {"model", fs::path(folder_).filename().string()},
@@ -533,14 +531,24 @@ class Ablation {
 };
 
 void run(const Options& options) {
+  Outputs outputs;
+  outputs.reads_model(find_model_folder(options.model));
+  outputs.reads("--condition", options.condition);
+  outputs.reads("--image", options.image);
+  outputs.writes("--output", options.output);
+  outputs.writes("--csv", options.csv);
+  outputs.writes("--plot", options.plot);
   Ablation ablation(options);
+  ablation.declare(outputs);
   // A long run that is stopped leaves its finished seeds.
   ablation.run([&] {
-    if (!options.output.empty()) write_json(options.output, ablation.json());
+    if (!options.output.empty() && !ablation.finished()) outputs.keep_unfinished(options.output, ablation.json());
   });
+  if (!options.output.empty()) write_json(outputs.open(options.output), ablation.json());
+  if (!options.csv.empty()) write_text(outputs.open(options.csv), ablation.csv());
+  if (!options.plot.empty()) write_text(outputs.open(options.plot), svg(ablation.chart()));
+  outputs.place();
   ablation.print();
-  if (!options.csv.empty()) write_text(options.csv, ablation.csv());
-  if (!options.plot.empty()) write_text(options.plot, svg(ablation.chart()));
 }
 
 }  // namespace
@@ -577,10 +585,12 @@ void add_ablate(CLI::App& app) {
   command->add_option("--compute", options->compute, "f32 or bf16; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--no-control", options->no_control, "leave the control out");
-  CLI::Option* output = command->add_option("-o,--output", options->output,
-                                            "write every figure of every seed as JSON; an infinite PSNR is null");
-  command->add_option("--csv", options->csv, "write a line for each variant, density and seed");
-  command->add_option("--plot", options->plot, "write PSNR by density as SVG");
+  CLI::Option* output = add_output(
+      *command, "-o,--output", options->output,
+      "write every figure of every seed as JSON; an infinite PSNR is null. What is done before the last seed is kept in a "
+      "file beside it, which says \"finished\": false");
+  add_output(*command, "--csv", options->csv, "write a line for each variant, density and seed");
+  add_output(*command, "--plot", options->plot, "write PSNR by density as SVG");
   command->add_option("--commit", options->commit, "recorded in the JSON")->needs(output);
   options->machine.add(*command);
   command->callback([options] { run(*options); });

@@ -7,6 +7,7 @@
 #include "common.h"
 #include "io/npy.h"
 #include "io/safetensors.h"
+#include "outputs.h"
 
 namespace scope::cli {
 
@@ -71,6 +72,12 @@ void run(const Options& options) {
   const bool npy = options.output.ends_with(".npy");
   require(!npy || (!options.dump && !options.lse), Status::invalid_argument,
           "--output: a .npy file holds one array; --dump and --lse need .safetensors");
+  Outputs outputs;
+  outputs.reads(options.input);
+  outputs.reads(settings);
+  outputs.writes("--output", options.output);
+  outputs.writes("--state", options.state);
+  outputs.writes("--stats", options.stats);
   const Context context = options.machine.context();
   auto progress = std::make_unique<Progress>("attend", options.quality > 0 ? 4 : 3);
   const Input input = options.input.read(options.method.model);
@@ -108,7 +115,7 @@ void run(const Options& options) {
   if (qkv.batched) shape.insert(shape.begin(), qkv.batch);
   const io::Array out{qkv.q.type, shape, runner.out};
   if (npy) {
-    io::write_npy(options.output, out);
+    io::write_npy(outputs.open(options.output), out);
   } else {
     io::SafeTensors result;
     result.tensors["out"] = out;
@@ -117,36 +124,40 @@ void run(const Options& options) {
       result.tensors["lse"] = to_array(io::ElementType::f32, {qkv.batch, qkv.heads, qkv.q_tokens}, lse.data(), lse.size());
     }
     if (options.dump) add_dump(runner, qkv, result);
-    io::write_safetensors(options.output, result);
+    io::write_safetensors(outputs.open(options.output), result);
   }
   if (!options.state.empty()) {
     const std::vector<std::byte> saved = runner.save_state();
     const std::span<const std::byte> part = saved;
-    io::write_file(options.state, {&part, 1});
+    io::write_file(outputs.open(options.state), {&part, 1});
   }
   progress->step("written");
   auto stats = stats_json(runner);
   if (!notes.empty()) stats["notes"] = notes;
   stats["settings"] = settings_json(settings);
   const bool ran_sparse = runner.stats.reason == Reason::sparse;
+  std::optional<Quality> quality;
   if (options.quality > 0) {
-    const Quality quality = measure(context, qkv, runner, !ran_sparse, options.quality);
-    progress.reset();
-    stats["quality"] = {{"queries", quality.queries},
-                        {"mass_recall", quality.mass_recall},
-                        {"mass_interval", quality.mass_interval},
-                        {"oracle_recall", quality.oracle_recall},
-                        {"retention", quality.retention},
-                        {"top_10_percent_mass", quality.top_mass},
-                        {"error", quality.error},
-                        {"cosine", quality.cosine}};
-    fmt::print(
-        "mass recall {:.4f} ± {:.4f}, oracle recall {:.4f}, error {:.5f} over {} queries; exact top 10 % hold {:.3f}\n",
-        quality.mass_recall, quality.mass_interval, quality.oracle_recall, quality.error, quality.queries, quality.top_mass);
+    quality = measure(context, qkv, runner, !ran_sparse, options.quality);
+    stats["quality"] = {{"queries", quality->queries},
+                        {"mass_recall", quality->mass_recall},
+                        {"mass_interval", quality->mass_interval},
+                        {"oracle_recall", quality->oracle_recall},
+                        {"retention", quality->retention},
+                        {"top_10_percent_mass", quality->top_mass},
+                        {"error", quality->error},
+                        {"cosine", quality->cosine}};
   }
   progress.reset();
+  if (!options.stats.empty()) write_json(outputs.open(options.stats), stats);
+  outputs.place();
+  if (quality) {
+    fmt::print(
+        "mass recall {:.4f} ± {:.4f}, oracle recall {:.4f}, error {:.5f} over {} queries; exact top 10 % hold {:.3f}\n",
+        quality->mass_recall, quality->mass_interval, quality->oracle_recall, quality->error, quality->queries,
+        quality->top_mass);
+  }
   for (const std::string& note : notes) fmt::print("{}\n", note);
-  if (!options.stats.empty()) write_json(options.stats, stats);
   fmt::print("{}: {}, density {:.4f}, {:.1f} ms ({} threads, {})\n", options.output, reason_text(runner.stats.reason),
              runner.stats.density, 1e3 * runner.stats.total, context.threads(), context.instruction_set());
 }
@@ -167,7 +178,7 @@ void add_attend(CLI::App& app) {
       "  scope attend qkv.safetensors -o out.safetensors --method svg2 --target-density 0.2\n"
       "  scope attend --q q.npy --k k.npy --v v.npy --rope 44,42,42 -o out.npy");
   options->input.add(*command);
-  command->add_option("-o,--output", options->output, "file to write: .safetensors, or .npy for the output alone")
+  add_output(*command, "-o,--output", options->output, "file to write: .safetensors, or .npy for the output alone")
       ->required();
   options->method.add(*command);
   command->add_option(
@@ -176,8 +187,8 @@ void add_attend(CLI::App& app) {
   command->add_option("--layer", options->layer, "this call's layer, for the schedule")->check(whole(0, kMostLayers));
   command->add_option("--step", options->step, "this call's denoising step, for the schedule")->check(whole(0, kMostSteps));
   command->add_option("--steps", options->steps, "how many denoising steps there are")->check(whole(1, kMostSteps));
-  command->add_option("--state", options->state, "warm-start file: read if it exists, written after the call");
-  command->add_option("--stats", options->stats, "write the call's statistics as JSON");
+  add_output(*command, "--state", options->state, "warm-start file: read if it exists, written after the call");
+  add_output(*command, "--stats", options->stats, "write the call's statistics as JSON");
   command->add_option("--quality", options->quality, "measure recall and error on N sampled queries per head, in float64")
       ->check(whole(0, kMostSamples));
   command->add_flag("--dump", options->dump, "add the selection, centroids, codebooks and codes to the output file");

@@ -9,6 +9,7 @@
 #include "core/numeric.h"
 #include "measure/synthetic.h"
 #include "methods/methods.h"
+#include "outputs.h"
 
 namespace scope::cli {
 
@@ -193,16 +194,23 @@ std::vector<Case> cases(const Options& options) {
 }
 
 void run(Options options) {
+  Outputs outputs;
+  outputs.reads(options.method.settings());
+  outputs.writes("--json", options.json);
   const Context context = options.machine.context();
   if (options.dtype.empty()) options.dtype = dtype_name(finest_dtype(context));
   nlohmann::ordered_json json{{"machine", machine_json(context)},
+                              {"finished", false},
                               {"commit", options.commit},
                               {"version", SCOPE_VERSION},
                               {"data", {{"source", "scope make-qkv"}, {"seed", options.seed}, {"rope", options.rope}}}};
   for (const Case& c : cases(options)) {
     json["cases"].push_back(run_case(c, options, context));
-    if (!options.json.empty()) write_json(options.json, json);  // what is measured is kept, whatever comes next
+    if (!options.json.empty()) outputs.keep_unfinished(options.json, json);  // whatever comes next
   }
+  json["finished"] = true;
+  if (!options.json.empty()) write_json(outputs.open(options.json), json);
+  outputs.place();
 }
 
 }  // namespace
@@ -236,7 +244,7 @@ void add_bench(CLI::App& app) {
       ->excludes(suite)
       ->excludes(grid)
       ->excludes(density);
-  CLI::Option* json = command->add_option("--json", options->json, "write the figures here");
+  CLI::Option* json = add_output(*command, "--json", options->json, "write the figures here");
   command->add_option("--commit", options->commit, "recorded in the JSON")->needs(json);
   options->method.add(*command);
   options->machine.add(*command);

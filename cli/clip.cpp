@@ -72,6 +72,11 @@ Clip open_clip(const std::string& path) {
   return clip;
 }
 
+void Clip::declare(Outputs& outputs) const {
+  for (const std::string& frame : frames) outputs.reads("a frame of " + path, frame);
+  if (!run.is_null()) outputs.reads("run.json of " + path, path + "/run.json");
+}
+
 VideoQuality compare_clips(ThreadPool& pool, const Clip& a, const Clip& b, int64_t skip, const std::function<void()>& done) {
   check_partners(a, b);
   require(skip < std::ssize(a.frames), Status::invalid_argument, "--skip: got {}, expected less than the {} frames", skip,

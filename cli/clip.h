@@ -3,13 +3,15 @@
 
 #include "common.h"
 #include "measure/video_quality.h"
+#include "outputs.h"
 
 namespace scope::cli {
 
 struct Clip {
   std::string path, name;  // name: the folder's
   std::vector<std::string> frames;
-  nlohmann::ordered_json run;  // null where there is no run.json
+  nlohmann::ordered_json run;            // null where there is no run.json
+  void declare(Outputs& outputs) const;  // what it reads
 };
 // A folder without frames, and a run.json that is not JSON, are refused.
 Clip open_clip(const std::string& path);

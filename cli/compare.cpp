@@ -5,6 +5,7 @@
 
 #include "common.h"
 #include "methods/methods.h"
+#include "outputs.h"
 #include "plot.h"
 
 namespace scope::cli {
@@ -304,15 +305,27 @@ class Comparison {
 };
 
 void run(const Options& options) {
+  Outputs outputs;
+  outputs.reads(options.input);
+  outputs.reads("--profile", options.profile);
+  for (const Method& method : parse_methods(options)) outputs.reads(method.settings);
+  outputs.writes("--json", options.json);
+  outputs.writes("--csv", options.csv);
+  const std::string recall = options.plots + "recall.svg", error = options.plots + "error.svg";
+  if (!options.plots.empty()) {
+    outputs.writes("--plots", recall);
+    outputs.writes("--plots", error);
+  }
   Comparison comparison(options);
   comparison.run();
-  comparison.print();
-  if (!options.json.empty()) write_json(options.json, comparison.json());
-  if (!options.csv.empty()) write_text(options.csv, comparison.csv());
+  if (!options.json.empty()) write_json(outputs.open(options.json), comparison.json());
+  if (!options.csv.empty()) write_text(outputs.open(options.csv), comparison.csv());
   if (!options.plots.empty()) {
-    write_text(options.plots + "recall.svg", svg(comparison.recall_chart()));
-    write_text(options.plots + "error.svg", svg(comparison.error_chart()));
+    write_text(outputs.open(recall), svg(comparison.recall_chart()));
+    write_text(outputs.open(error), svg(comparison.error_chart()));
   }
+  outputs.place();
+  comparison.print();
 }
 
 }  // namespace
@@ -346,10 +359,10 @@ void add_compare(CLI::App& app) {
   CLI::Option* steps = command->add_option("--steps", options->place.steps, "how many denoising steps there are");
   step->check(whole(0, kMostSteps))->needs(steps);
   steps->check(whole(1, kMostSteps))->needs(step);
-  command->add_option("--json", options->json, "write everything as JSON");
-  command->add_option("--csv", options->csv, "write the table as CSV");
-  command->add_option("--plots", options->plots,
-                      "write PREFIXrecall.svg (recall against density) and PREFIXerror.svg (error against time)");
+  add_output(*command, "--json", options->json, "write everything as JSON");
+  add_output(*command, "--csv", options->csv, "write the table as CSV");
+  add_output(*command, "--plots", options->plots,
+             "write PREFIXrecall.svg (recall against density) and PREFIXerror.svg (error against time)");
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

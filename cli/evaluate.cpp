@@ -18,11 +18,42 @@ struct Options {
 
 void run(const Options& options) {
   const Clip a = open_clip(options.a), b = open_clip(options.b);
+  Outputs outputs;
+  a.declare(outputs);
+  b.declare(outputs);
+  outputs.writes("--json", options.json);
+  outputs.writes("--csv", options.csv);
+  outputs.writes("--plot", options.plot);
   ThreadPool pool(options.threads);
   auto progress = std::make_unique<Progress>("evaluate", std::ssize(a.frames));
   const VideoQuality quality = compare_clips(pool, a, b, options.skip, [&] { progress->step("frames"); });
   progress.reset();
   const io::Image first = io::read_png(a.frames[0]);
+  nlohmann::ordered_json json{{"reference", options.a}, {"clip", options.b}, {"size", {first.width, first.height}}};
+  json.update(quality_json(quality));
+  if (!options.json.empty()) write_json(outputs.open(options.json), json);
+  if (!options.csv.empty()) {
+    std::string csv = "frame,mse,psnr,ssim\n";
+    for (size_t i = 0; i < quality.frames.size(); ++i) {
+      const FrameQuality& frame = quality.frames[i];
+      csv += fmt::format("{},{:.10g},{:.6f},{:.8f}\n", i, frame.mse, frame.psnr, frame.ssim);
+    }
+    write_text(outputs.open(options.csv), csv);
+  }
+  if (!options.plot.empty()) {
+    Series series{b.name, {}};
+    for (size_t i = 0; i < quality.frames.size(); ++i) {
+      if (!std::isinf(quality.frames[i].psnr)) series.points.emplace_back(i, quality.frames[i].psnr);
+    }
+    write_text(outputs.open(options.plot),
+               svg(Chart{.title = fmt::format("PSNR against {}, frame by frame", a.name),
+                         .x_label = "frame",
+                         .y_label = "dB",
+                         .note = fmt::format("{} frames of {} x {}", a.frames.size(), first.width, first.height),
+                         .series = {series}}));
+  }
+  outputs.place();
+
   fmt::print("{}\n", bold(fmt::format("{} against {}: {} frames of {} x {}", options.b, options.a, a.frames.size(),
                                       first.width, first.height)));
   fmt::print("  PSNR   {}, mean of the frames'; {} of the pooled error\n", decibel(quality.mean_psnr),
@@ -36,30 +67,6 @@ void run(const Options& options) {
       "RGB in [0, 1], PSNR 10 log10(1 / MSE); SSIM by an 11 x 11 Gaussian window of sigma 1.5 on R, G and B, windows inside "
       "the\n"
       "frame only.\n");
-
-  nlohmann::ordered_json json{{"reference", options.a}, {"clip", options.b}, {"size", {first.width, first.height}}};
-  json.update(quality_json(quality));
-  if (!options.json.empty()) write_json(options.json, json);
-  if (!options.csv.empty()) {
-    std::string csv = "frame,mse,psnr,ssim\n";
-    for (size_t i = 0; i < quality.frames.size(); ++i) {
-      const FrameQuality& frame = quality.frames[i];
-      csv += fmt::format("{},{:.10g},{:.6f},{:.8f}\n", i, frame.mse, frame.psnr, frame.ssim);
-    }
-    write_text(options.csv, csv);
-  }
-  if (!options.plot.empty()) {
-    Series series{b.name, {}};
-    for (size_t i = 0; i < quality.frames.size(); ++i) {
-      if (!std::isinf(quality.frames[i].psnr)) series.points.emplace_back(i, quality.frames[i].psnr);
-    }
-    write_text(options.plot,
-               svg(Chart{.title = fmt::format("PSNR against {}, frame by frame", a.name),
-                         .x_label = "frame",
-                         .y_label = "dB",
-                         .note = fmt::format("{} frames of {} x {}", a.frames.size(), first.width, first.height),
-                         .series = {series}}));
-  }
 }
 
 }  // namespace
@@ -80,9 +87,9 @@ void add_evaluate(CLI::App& app) {
       ->add_option("--skip", options->skip, "frames at the start that do not count, such as one that was given to the model")
       ->check(whole(0, kMostFrames))
       ->capture_default_str();
-  command->add_option("--json", options->json, "write all numbers as JSON; an infinite PSNR is null");
-  command->add_option("--csv", options->csv, "write frame,mse,psnr,ssim");
-  command->add_option("--plot", options->plot, "write PSNR by frame as SVG");
+  add_output(*command, "--json", options->json, "write all numbers as JSON; an infinite PSNR is null");
+  add_output(*command, "--csv", options->csv, "write frame,mse,psnr,ssim");
+  add_output(*command, "--plot", options->plot, "write PSNR by frame as SVG");
   add_threads(*command, options->threads);
   command->callback([options] { run(*options); });
 }

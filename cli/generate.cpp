@@ -14,6 +14,7 @@
 #include "common.h"
 #include "io/png.h"
 #include "io/safetensors.h"
+#include "outputs.h"
 #include "video/media.h"
 #include "video/weights.h"
 #include "video_run.h"
@@ -33,41 +34,6 @@ struct Options : VideoInputs {
   double shift = 0, guidance = 0;
   bool latents = false;
   MachineFlags machine;
-};
-
-// A folder that appears under its name only when it is whole; a run that was there before is replaced.
-class RunFolder {
- public:
-  explicit RunFolder(std::string path) : path_(std::move(path)) {
-    while (path_.size() > 1 && path_.ends_with('/')) path_.pop_back();
-    temporary_ = fmt::format("{}.{}.tmp", path_, ::getpid());
-    std::error_code error;
-    require(!fs::exists(path_) || fs::exists(path_ + "/run.json") || (fs::is_directory(path_) && fs::is_empty(path_, error)),
-            Status::invalid_argument, "--output: {} exists and holds no run; it is left alone", path_);
-    fs::create_directory(temporary_, error);
-    require(!error, Status::io, "cannot create a folder for {}: {}", path_, error.message());
-  }
-  RunFolder(const RunFolder&) = delete;
-  RunFolder& operator=(const RunFolder&) = delete;
-  ~RunFolder() {
-    std::error_code ignored;
-    fs::remove_all(temporary_, ignored);
-  }
-
-  std::string file(const std::string& name) const { return temporary_ + "/" + name; }
-  const std::string& temporary() const { return temporary_; }
-
-  void finish() {
-    std::error_code error;
-    const std::string old = temporary_ + ".old";
-    if (fs::exists(path_)) fs::rename(path_, old, error);
-    if (!error) fs::rename(temporary_, path_, error);
-    require(!error, Status::io, "cannot rename the finished run to {}: {}", path_, error.message());
-    fs::remove_all(old, error);
-  }
-
- private:
-  std::string path_, temporary_;
 };
 
 void read_inputs(const Options& options, const std::string& path, const video::ModelConfig& config,
@@ -208,6 +174,33 @@ void run(const Options& options) {
   request.shift = options.shift == 0 ? notes.shift : options.shift;
   request.guidance = options.guidance == 0 ? 1 : options.guidance;
   request.settings = settings;
+  Outputs outputs;
+  outputs.reads_model(folder);
+  outputs.reads("--condition", options.condition);
+  outputs.reads("--image", options.image);
+  outputs.reads("--noise", options.noise);
+  outputs.reads(settings);
+  outputs.writes_run("--output", options.output);
+  if (!options.dump.empty()) {
+    std::set<int64_t> layers;
+    for (int64_t i = 0; i < config.layers; ++i) layers.insert(i);
+    const auto steps = parse_set("--dump-steps", options.dump_steps, request.steps, {request.steps / 2});
+    layers = parse_set("--dump-layers", options.dump_layers, config.layers, layers);
+    const auto name = [](int64_t step, int64_t layer) {
+      return fmt::format("step_{:03}_layer_{:02}.safetensors", step, layer);
+    };
+    for (const int64_t step : steps) {
+      for (const int64_t layer : layers) outputs.writes_into("--dump-qkv", options.dump, name(step, layer));
+    }
+    request.wanted = [steps, layers](int64_t step, int64_t layer, int64_t branch) {
+      return branch == 0 && steps.contains(step) && layers.contains(layer);
+    };
+    request.watch = [&, name](int64_t step, int64_t layer, int64_t, DType dtype, const std::vector<std::byte>& q,
+                              const std::vector<std::byte>& k, const std::vector<std::byte>& v) {
+      write_qkv(outputs.open(options.dump + "/" + name(step, layer)), config, request.grid, dtype,
+                {{"q", &q}, {"k", &k}, {"v", &v}});
+    };
+  }
   if (notes.rgb) {
     read_rgb_inputs(options, folder, config, size, request);
     require(request.guidance == 1, Status::invalid_argument, "--guidance: this model was trained without");
@@ -223,24 +216,6 @@ void run(const Options& options) {
 
   const Context context = options.machine.context();
   const std::string compute = checked_compute(context, options.compute);
-  RunFolder out(options.output);
-  if (!options.dump.empty()) {
-    std::error_code error;
-    fs::create_directories(options.dump, error);
-    require(!error, Status::io, "cannot create {}: {}", options.dump, error.message());
-    std::set<int64_t> layers;
-    for (int64_t i = 0; i < config.layers; ++i) layers.insert(i);
-    const auto steps = parse_set("--dump-steps", options.dump_steps, request.steps, {request.steps / 2});
-    layers = parse_set("--dump-layers", options.dump_layers, config.layers, layers);
-    request.wanted = [steps, layers](int64_t step, int64_t layer, int64_t branch) {
-      return branch == 0 && steps.contains(step) && layers.contains(layer);
-    };
-    request.watch = [&](int64_t step, int64_t layer, int64_t, DType dtype, const std::vector<std::byte>& q,
-                        const std::vector<std::byte>& k, const std::vector<std::byte>& v) {
-      const std::string path = fmt::format("{}/step_{:03}_layer_{:02}.safetensors", options.dump, step, layer);
-      write_qkv(path, config, request.grid, dtype, {{"q", &q}, {"k", &k}, {"v", &v}});
-    };
-  }
   const auto engine = make_engine(context, compute);
   const auto model = video::open_model(folder, *engine);
   const int64_t passes = request.guidance == 1 ? 1 : 2;
@@ -269,18 +244,19 @@ void run(const Options& options) {
                               {"density", density},
                               {"seconds", seconds},
                               {"layers", calls_json(sample, request.steps)}};
+  const std::string out = outputs.open(options.output);
   if (notes.rgb) {
     const auto frames = video::to_frames(sample.latent, size);
-    for (size_t i = 0; i < frames.size(); ++i) io::write_png(out.file(fmt::format("frame_{:03}.png", i)), frames[i]);
-    write_mp4(out.temporary(), frames[0].width);
+    for (size_t i = 0; i < frames.size(); ++i) io::write_png(fmt::format("{}/frame_{:03}.png", out, i), frames[i]);
+    write_mp4(out, frames[0].width);
   }
   if (!notes.rgb || options.latents) {
     io::SafeTensors file;
     file.tensors["latents"] = float_array(sample.latent, latent_shape);
-    io::write_safetensors(out.file("latents.safetensors"), file);
+    io::write_safetensors(out + "/latents.safetensors", file);
   }
-  write_json(out.file("run.json"), json);
-  out.finish();
+  write_json(out + "/run.json", json);
+  outputs.place();
   fmt::print(
       "{}: {} at {}, {} steps, density {:.4f}, {:.2f} s (dense calls {:.2f}, sparse attention {:.2f}, selection {:.2f}, "
       "rest "
@@ -310,7 +286,9 @@ void add_generate(CLI::App& app) {
       "  scope generate -o runs/scope --target-density 0.2 --seed 3 --example 1\n"
       "  scope generate --model Wan2.1-T2V-1.3B-Diffusers/transformer --grid 21x30x52 --condition prompt.safetensors -o "
       "out");
-  command->add_option("-o,--output", options->output, "folder to write; an earlier run there is replaced")->required();
+  add_output(*command, "-o,--output", options->output,
+             "folder to write; an earlier run there is replaced, and one that holds anything else is refused")
+      ->required();
   command->add_option("--model", options->model, "model folder, or the name of a bundled one")->capture_default_str();
   command->add_option("--method", options->method, "a row of `scope methods`; settings may follow, as scope:rho=0.8")
       ->capture_default_str();
@@ -336,8 +314,9 @@ void add_generate(CLI::App& app) {
                    "f32 or bf16, for linear layers and attention; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--latents", options->latents, "write latents.safetensors beside the frames");
-  CLI::Option* dump = command->add_option("--dump-qkv", options->dump,
-                                          "write q, k, v of every layer into this folder, for scope compare and attend");
+  CLI::Option* dump = add_output(
+      *command, "--dump-qkv", options->dump,
+      "write q, k, v of every layer into this folder, for scope compare and attend; it must not lie in the run's");
   command->add_option("--dump-steps", options->dump_steps, "the steps to dump, as 4,10; otherwise the middle one")
       ->needs(dump);
   command->add_option("--dump-layers", options->dump_layers, "the layers to dump, as 0,2; otherwise all")->needs(dump);

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
-#include <filesystem>
 #include <numeric>
 
 #include "methods/methods.h"
+#include "outputs.h"
 #include "plot.h"
 
 namespace scope::cli {
@@ -19,6 +19,7 @@ namespace {
 constexpr double kOracle = 0.958;  // the recall at which the paper compares
 constexpr double kRecalls[] = {0.5, 0.6, 0.7, 0.8, 0.9, 0.95, kOracle, 0.99};
 constexpr size_t kMatched = 6;  // of kOracle
+constexpr const char* kFiles[] = {"clusters.svg", "matched_recall.svg", "retention.svg", "histograms.svg", "inspect.json"};
 
 struct Options {
   InputFlags input;
@@ -194,19 +195,19 @@ class Inspection {
     print_matched();
     print_heads();
     print_cost();
+    std::string files;
+    for (const char* name : kFiles) files += fmt::format("{}{}/{}", files.empty() ? "" : "  ", options_.output, name);
+    fmt::print("\n{}\n", files);
   }
 
-  void write(const std::string& folder) const {
-    std::error_code error;
-    std::filesystem::create_directories(folder, error);
-    require(!error, Status::io, "cannot create {}: {}", folder, error.message());
-    write_text(folder + "/clusters.svg", svg(cluster_picture()));
-    write_text(folder + "/matched_recall.svg", svg(matched_picture()));
-    write_text(folder + "/retention.svg", svg(retention_chart()));
-    write_text(folder + "/histograms.svg", svg(histogram_picture()));
-    write_json(folder + "/inspect.json", json());
-    fmt::print("\n{0}/clusters.svg  {0}/matched_recall.svg  {0}/retention.svg  {0}/histograms.svg  {0}/inspect.json\n",
-               folder);
+  void write(Outputs& outputs) const {
+    const auto& folder = options_.output;
+    write_text(outputs.open(folder + "/clusters.svg"), svg(cluster_picture()));
+    write_text(outputs.open(folder + "/matched_recall.svg"), svg(matched_picture()));
+    write_text(outputs.open(folder + "/retention.svg"), svg(retention_chart()));
+    write_text(outputs.open(folder + "/histograms.svg"), svg(histogram_picture()));
+    write_json(outputs.open(folder + "/inspect.json"), json());
+    outputs.place();
   }
 
  private:
@@ -558,10 +559,15 @@ class Inspection {
 };
 
 void run(const Options& options) {
+  Outputs outputs;
+  outputs.reads(options.input);
+  outputs.reads(options.method.settings());
+  for (const std::string& name : split(options.scoring, ',')) outputs.reads(parse_method(name, options.method.model));
+  for (const char* name : kFiles) outputs.writes_into("--output", options.output, name);
   Inspection inspection(options);
   inspection.run();
+  inspection.write(outputs);
   inspection.print();
-  inspection.write(options.output);
 }
 
 }  // namespace
@@ -673,7 +679,7 @@ void add_inspect(CLI::App& app) {
       "  scope inspect qkv.safetensors --head 1 --query 10,4,7 --frames 0,5,10,15,20 -o look\n"
       "  scope inspect qkv.safetensors --scoring sparge,svg2:codes=333,scope-paper,scope-exact:groups=300 -o look");
   options->input.add(*command);
-  command->add_option("-o,--output", options->output, "folder for the pictures; made if it is not there")->required();
+  add_output(*command, "-o,--output", options->output, "folder for the pictures; made if it is not there")->required();
   command->add_option("--head", options->head, "which head to draw, counted over samples and heads")
       ->check(whole(0, kMostSamples))
       ->capture_default_str();

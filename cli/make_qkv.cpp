@@ -7,6 +7,7 @@
 #include "core/numeric.h"
 #include "io/safetensors.h"
 #include "measure/synthetic.h"
+#include "outputs.h"
 
 namespace scope::cli {
 
@@ -24,6 +25,8 @@ void run(const Options& options) {
   require(grid.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW such as 13x30x52", options.grid);
   const SyntheticSpec spec{
       {grid[0], grid[1], grid[2]}, parse_list("--rope", options.rope, ','), options.heads, options.seed};
+  Outputs outputs;
+  outputs.writes("--output", options.output);
   ThreadPool pool(options.threads);
   auto progress = std::make_unique<Progress>("make-qkv", spec.heads);
   Qkv qkv = synthetic_qkv(spec, options.dtype, pool, [&] { progress->step("heads"); });
@@ -34,7 +37,8 @@ void run(const Options& options) {
   file.tensors["v"] = std::move(qkv.v);
   file.metadata = {
       {"grid", options.grid}, {"rope", options.rope}, {"seed", std::to_string(options.seed)}, {"source", "scope make-qkv"}};
-  io::write_safetensors(options.output, file);
+  io::write_safetensors(outputs.open(options.output), file);
+  outputs.place();
   fmt::print("{}: q, k, v {} [{}, {}, {}], grid {}, rope {}\n", options.output, options.dtype, qkv.heads, qkv.q_tokens,
              qkv.dim, options.grid, options.rope);
 }
@@ -59,7 +63,7 @@ void add_make_qkv(CLI::App& app) {
   command->add_option("--dtype", options->dtype, "f32, f16 or bf16")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->capture_default_str();
-  command->add_option("-o,--output", options->output, "file to write, .safetensors")->required();
+  add_output(*command, "-o,--output", options->output, "file to write, .safetensors")->required();
   add_threads(*command, options->threads);
   command->callback([options] { run(*options); });
 }

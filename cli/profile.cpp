@@ -6,7 +6,7 @@
 #include <map>
 #include <tuple>
 
-#include "common.h"
+#include "outputs.h"
 
 namespace scope::cli {
 
@@ -41,6 +41,9 @@ Source parse_source(const std::string& text) {
 void run(const Options& options) {
   std::vector<Source> sources;
   for (const std::string& file : options.files) sources.push_back(parse_source(file));
+  Outputs outputs;
+  for (const Source& source : sources) outputs.reads("an input", source.path);
+  outputs.writes("--output", options.output);
   const int64_t samples = parse_samples(options.samples);
   const Context context(options.machine.threads, options.machine.instruction_set);
   std::map<std::tuple<int64_t, int64_t, int64_t>, double> densities;  // by step, layer and head
@@ -66,7 +69,8 @@ void run(const Options& options) {
     const auto [step, layer, head] = key;
     csv += fmt::format("{},{},{},{:.6f}\n", step, layer, head, density);
   }
-  write_text(options.output, csv);
+  write_text(outputs.open(options.output), csv);
+  outputs.place();
   fmt::print("{}: {} heads, density for {} of the mass\n", options.output, densities.size(), options.mass);
 }
 
@@ -82,7 +86,7 @@ void add_profile(CLI::App& app) {
       "It writes CSV: step,layer,head,density.\n\n"
       "  scope profile 10:2:a.safetensors 10:2:b.safetensors 11:2:c.safetensors -o profile.csv");
   command->add_option("files", options->files, "q, k, v files, each as STEP:LAYER:FILE")->required();
-  command->add_option("-o,--output", options->output, "CSV file to write")->required();
+  add_output(*command, "-o,--output", options->output, "CSV file to write")->required();
   command->add_option("--mass", options->mass, "share of the mass")->check(above(0, 1))->capture_default_str();
   command->add_option("--samples", options->samples, "queries per head, or all")->capture_default_str();
   options->machine.add_host(*command);

@@ -146,6 +146,10 @@ void run(const Options& options) {
   }
   require(options.skip == 0 || clips.size() > 1, Status::invalid_argument,
           "--skip: got {}, and there is no second clip to compare", options.skip);
+  Outputs outputs;
+  for (const Clip& clip : clips) clip.declare(outputs);
+  for (const std::string& path : options.qkv) outputs.reads("--qkv", path);
+  outputs.writes("--output", options.output);
   const Clip& reference = clips[0];
   const Context context(options.threads);
   auto progress = std::make_unique<Progress>(
@@ -189,7 +193,8 @@ void run(const Options& options) {
   std::string page(kReportPage);
   constexpr std::string_view kPlace = "/*DATA*/";
   page.replace(page.find(kPlace), kPlace.size(), text);
-  write_text(options.output, page);
+  write_text(outputs.open(options.output), page);
+  outputs.place();
 
   fmt::print("{}: {} clips of {} frames, {:.1f} MB\n", options.output, clips.size(), reference.frames.size(),
              static_cast<double>(page.size()) / 1e6);
@@ -214,7 +219,7 @@ void add_report(CLI::App& app) {
   command->add_option("clips", options->clips, "folders, the reference first; NAME=FOLDER gives one a name")
       ->required()
       ->expected(1, 16);
-  command->add_option("-o,--output", options->output, "page to write, .html")->required();
+  add_output(*command, "-o,--output", options->output, "page to write, .html")->required();
   command->add_option("--title", options->title, "of the page")->capture_default_str();
   command
       ->add_option("--skip", options->skip, "frames at the start that do not count, such as one that was given to the model")

@@ -3,6 +3,7 @@
     check_ablate.py SCOPE-COMMAND
 """
 import csv
+import glob
 import json
 import os
 import re
@@ -123,7 +124,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     (row,) = json.load(open(f"{FOLDER}/b.json"))["rows"]
     assert row["psnr"][0] == rows["svg2", 0.3]["psnr"][0]
 
-    # A run that is stopped leaves the seeds that were done.
+    # A run that is stopped leaves the seeds that were done, in a file of its own.
     checks += 1
     stopped = subprocess.Popen([SCOPE, "ablate", *map(str, small), "--seeds", "60", "--variants", "svg2", "--density", "0.3", "--no-control",
                                 "-o", f"{FOLDER}/stopped.json"], stderr=subprocess.PIPE, text=True)
@@ -131,7 +132,9 @@ with tempfile.TemporaryDirectory() as FOLDER:
         assert line, "it ended by itself"
     stopped.kill()
     stopped.communicate()
-    data = json.load(open(f"{FOLDER}/stopped.json"))
+    assert not os.path.exists(f"{FOLDER}/stopped.json")
+    (unfinished,) = glob.glob(f"{FOLDER}/stopped.json.*.unfinished")
+    data = json.load(open(unfinished))
     done = data["seeds"]
     assert 2 <= done < 60 and len(data["rows"][0]["psnr"]) == len(data["dense"]["seconds"]["total"]) == done
     assert data["rows"][0]["psnr"][:2] == rows["svg2", 0.3]["psnr"][:2]

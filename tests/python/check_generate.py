@@ -125,7 +125,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     refuse(2, "VAE", *other, "--image", f"{FOLDER}/first.png")
     refuse(2, "--compute", *small, "--compute", "f16")
     result = generate("-o", FOLDER, *small)
-    assert result.returncode == 2 and "holds no run" in result.stderr, result.stderr
+    assert result.returncode == 2 and "which no run wrote" in result.stderr, result.stderr
 
     # Bad input: 3.
     refuse(3, "tiny-wann", "--model", "tiny-wann")
