@@ -201,19 +201,19 @@ TEST(Models, RangesCoverTheHeadDimension) {
 // What each model makes of each method, as values rather than as code.
 struct Known {
   const char *model, *rho, *dense_steps, *warm_prefix, *layers;
-  const char* groups;                             // of svg2
-  const char *p, *low, *high, *start, *interval;  // of svoo
+  const char *groups, *prefix;                            // of svg2
+  const char *p, *low, *high, *start, *interval, *steps;  // of svoo
 };
 constexpr Known kKnown[] = {
-    {"wan2.1-t2v-14b", "0.9", "0.2", "no", "40", "300", "0.9", "0.15", "0.2", "11", "40"},
-    {"wan2.1-i2v-14b", "0.9", "0.2", "no", "40", "300", "0.9", "0.1", "0.15", "9", "20"},
-    {"wan2.1-t2v-1.3b", "0.9", "0.2", "no", "30", "300", "0.9", "0.15", "0.2", "11", "40"},
-    {"wan2.1-14b-480p", "0.9", "0.2", "no", "40", "300", "0.9", "0.15", "0.2", "11", "40"},
-    {"wan2.1-14b-distilled", "0.9", "0", "no", "40", "300", "0.9", "0.15", "0.2", "11", "40"},
-    {"wan2.2-a14b", "0.9", "0.2", "no", "40", "300", "0.9", "0.2", "0.22", "9", "40"},
-    {"wan2.2-i2v-a14b", "0.9", "0.2", "no", "40", "300", "0.9", "0.2", "0.25", "9", "40"},
-    {"wan2.2-ti2v-5b", "0.9", "0.2", "no", "30", "300", "0.9", "0.15", "0.2", "11", "40"},
-    {"hunyuanvideo-13b", "0.88", "0.1", "yes", "60", "400", "0.88", "0.05", "0.1", "6", "50"},
+    {"wan2.1-t2v-14b", "0.9", "0.2", "no", "40", "300", "0.2", "0.9", "0.15", "0.2", "11", "40", "50"},
+    {"wan2.1-i2v-14b", "0.9", "0.2", "no", "40", "300", "0.35", "0.9", "0.1", "0.15", "9", "20", "40"},
+    {"wan2.1-t2v-1.3b", "0.9", "0.2", "no", "30", "300", "0.2", "0.9", "0.15", "0.2", "11", "20", "50"},
+    {"wan2.1-14b-480p", "0.9", "0.2", "no", "40", "300", "0.2", "0.9", "0.15", "0.2", "11", "40", "50"},
+    {"wan2.1-14b-distilled", "0.9", "0", "no", "40", "300", "0", "0.9", "0.15", "0.2", "11", "40", "50"},
+    {"wan2.2-a14b", "0.9", "0.2", "no", "40", "300", "0.2", "0.9", "0.2", "0.22", "9", "40", "40"},
+    {"wan2.2-i2v-a14b", "0.9", "0.2", "no", "40", "300", "0.2", "0.9", "0.2", "0.25", "9", "40", "40"},
+    {"wan2.2-ti2v-5b", "0.9", "0.2", "no", "30", "300", "0.2", "0.9", "0.15", "0.2", "11", "40", "50"},
+    {"hunyuanvideo-13b", "0.88", "0.1", "yes", "60", "400", "0.1", "0.88", "0.05", "0.1", "6", "50", "50"},
 };
 
 TEST(Models, OverrideWhatEachMethodTakesFromThem) {
@@ -230,13 +230,17 @@ TEST(Models, OverrideWhatEachMethodTakesFromThem) {
       expected["warm_prefix"] = name == "svoo" ? "no" : known.warm_prefix;
       expected["layers"] = known.layers;
       if (name.starts_with("scope") || name == "dense") expected["rho"] = known.rho;
-      if (name.starts_with("svg2")) expected["groups"] = known.groups;
+      if (name.starts_with("svg2")) {
+        expected["groups"] = known.groups;
+        expected["dense_steps"] = known.prefix;
+      }
       if (name == "svoo") {
         expected["rho"] = known.p;
         expected["profile_low"] = known.low;
         expected["profile_high"] = known.high;
         expected["reuse_start"] = known.start;
         expected["reuse_interval"] = known.interval;
+        expected["reuse_steps"] = known.steps;
       }
       for (const Setting& setting : settings_table()) {
         EXPECT_EQ(setting.get(settings), expected[setting.name]) << name << " " << known.model << " " << setting.name;
@@ -255,7 +259,7 @@ TEST(Methods, RowsAreWhatTheyWere) {
       {"svg2-ear", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware tail=centroids"},
       {"svoo",
        "group=cocluster groups=256 encode=cocluster partition=even:1 codes=1024 first_iterations=2 first_sample=1 "
-       "rule=clusters profile_low=0.15 profile_high=0.2 reuse_start=11 reuse_interval=40"},
+       "rule=clusters profile_low=0.15 profile_high=0.2 reuse_start=11 reuse_interval=40 reuse_steps=50"},
       {"sparge", "group=blocks encode=blocks partition=even:1 rule=blocks_topk density=0.5"},
       {"sparge-cdf", "group=blocks encode=blocks partition=even:1 rule=blocks_cdf rho=0.98 similarity=0.6"},
       {"dense", ""}};

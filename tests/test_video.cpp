@@ -169,7 +169,7 @@ TEST(VideoOnCpu, BranchesShareStatesAsTheirMethodSays) {
     request.settings.alpha = 0;
     request.settings.dense_layers = 0;
     request.settings.dense_steps = 0;
-    request.settings.reuse_start = 0;
+    request.settings.reuse_start = 1;
     const bool warms = row(request.settings.group).warm && row(request.settings.group).iterates;
     Method other = method;
     other.shares_branches = !method.shares_branches;

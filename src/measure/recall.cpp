@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 #include "core/numeric.h"
@@ -50,6 +52,26 @@ Query measure_query(const ExactQuery& exact, const RowsView& out, const HeadSele
   }
   result.cosine = dot / std::sqrt(std::max(size * result.norm, 1e-300));
   return result;
+}
+
+constexpr int64_t kTile = 512;  // keys, whose channels stay in cache
+
+// How many of the weights, the largest first, it takes to reach `mass`, which is at most their sum up to rounding.
+int64_t fewest(std::vector<double>& weights, double mass) {
+  auto begin = weights.begin(), end = weights.end();  // what is before `begin` is not enough, what is before `end` is
+  double sum = 0;
+  while (end - begin > 1) {
+    const auto middle = begin + (end - begin) / 2;
+    std::nth_element(begin, middle, end, std::greater<>());
+    const double more = std::accumulate(begin, middle, 0.0);
+    if (sum + more >= mass) {
+      end = middle;
+    } else {
+      sum += more;
+      begin = middle;
+    }
+  }
+  return begin - weights.begin() + 1;
 }
 
 Quality summary(const std::vector<Query>& queries) {
@@ -143,16 +165,33 @@ Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, con
 }
 
 double exact_density(ThreadPool& pool, const RowsView& q, const RowsView& k, double share, int64_t samples) {
-  const int64_t n = std::min(samples, q.tokens);
+  const int64_t n = std::min(samples, q.tokens), dim = q.dim, tiles = ceil_div(k.tokens, kTile);
   if (n <= 0 || k.tokens == 0) return 0;
+  // Keys side by side, [tile, channel, key of the tile], so that a query meets many at a time; 0 past the last.
+  std::vector<float> keys(static_cast<size_t>(tiles * dim * kTile));
+  pool.run(tiles, [&](int64_t tile, int) {
+    for (int64_t j = tile * kTile; j < std::min((tile + 1) * kTile, k.tokens); ++j) {
+      for (int64_t c = 0; c < dim; ++c) keys[(tile * dim + c) * kTile + j % kTile] = static_cast<float>(element(k, j, c));
+    }
+  });
   std::vector<double> densities(static_cast<size_t>(n));
   pool.run(n, [&](int64_t i, int) {
-    std::vector<double> mass = exact_query(q, k, k, sampled_token(i, n, q.tokens)).mass;
-    std::sort(mass.begin(), mass.end(), std::greater<>());
-    double sum = 0;
-    int64_t keys = 0;
-    while (keys < k.tokens && sum < share) sum += mass[keys++];
-    densities[i] = static_cast<double>(keys) / static_cast<double>(k.tokens);
+    const int64_t token = sampled_token(i, n, q.tokens);
+    std::vector<double> weights(static_cast<size_t>(tiles * kTile), 0.0);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      double* to = weights.data() + tile * kTile;
+      for (int64_t c = 0; c < dim; ++c) {
+        const double x = element(q, token, c) / std::sqrt(static_cast<double>(dim));
+        const float* row = keys.data() + (tile * dim + c) * kTile;
+        for (int64_t j = 0; j < kTile; ++j) to[j] += x * static_cast<double>(row[j]);
+      }
+    }
+    weights.resize(static_cast<size_t>(k.tokens));
+    const double high = *std::max_element(weights.begin(), weights.end());
+    double total = 0;
+    for (double& x : weights) total += x = std::exp(x - high);
+    require(std::isfinite(total), Status::non_finite, "density: q or k holds NaN or Inf");
+    densities[i] = static_cast<double>(fewest(weights, share * total)) / static_cast<double>(k.tokens);
   });
   double sum = 0;
   for (const double x : densities) sum += x;

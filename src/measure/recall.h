@@ -52,7 +52,7 @@ Quality measure_head(ThreadPool& pool, const RowsView& q, const RowsView& k, con
                      const HeadSelection& selection, int64_t samples);
 
 // How dense exact attention is: the fewest keys that hold `share` of a query's mass, over all keys, as a mean over sampled
-// queries.
+// queries. NaN and Inf are refused.
 double exact_density(ThreadPool& pool, const RowsView& q, const RowsView& k, double share, int64_t samples);
 
 // The mean over heads; intervals add in quadrature.

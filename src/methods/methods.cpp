@@ -11,7 +11,10 @@ namespace {
 // A model's rho is ours, not the baselines'.
 void scope_model(const Model& model, Settings& settings) { settings.rho = model.rho; }
 
-void svg2_model(const Model& model, Settings& settings) { settings.groups = model.svg2_groups; }
+void svg2_model(const Model& model, Settings& settings) {
+  settings.groups = model.svg2.groups;
+  settings.dense_steps = model.svg2.dense_steps;
+}
 
 void svoo_model(const Model& model, Settings& settings) {
   settings.rho = model.svoo.p;
@@ -19,6 +22,7 @@ void svoo_model(const Model& model, Settings& settings) {
   settings.profile_high = model.svoo.high;
   settings.reuse_start = model.svoo.start;
   settings.reuse_interval = model.svoo.interval;
+  settings.reuse_steps = model.svoo.steps;
   settings.warm_prefix = false;  // each of its clusterings starts from random rows
 }
 
@@ -75,7 +79,8 @@ constexpr Method kTable[] = {
                            .profile_low = 0.15,
                            .profile_high = 0.2,
                            .reuse_start = 11,
-                           .reuse_interval = 40};
+                           .reuse_interval = 40,
+                           .reuse_steps = 50};
          }},
     {.name = "sparge",
      .help = "SpargeAttn, topk form: blocks of 64 queries keep half of the blocks of 128 keys, by block means",

@@ -1,6 +1,8 @@
 // Per-model shapes, RoPE ranges and schedules.
 #include "methods/models.h"
 
+#include <algorithm>
+
 #include "methods/methods.h"
 #include "stages/choices.h"
 
@@ -8,7 +10,8 @@ namespace scope {
 
 namespace {
 
-constexpr Model::Svoo kWan21{0.90, 0.15, 0.20, 11, 40};
+constexpr Model::Svg2 kWanSvg2{300, 0.2};
+constexpr Model::Svoo kWan21{0.90, 0.15, 0.20, 11, 40, 50};
 
 const Model kTable[] = {
     {"wan2.1-t2v-14b",
@@ -22,7 +25,7 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300,
+     kWanSvg2,
      kWan21},
     {"wan2.1-i2v-14b",
      "Wan2.1 I2V 14B, 81 frames at 720p",
@@ -35,8 +38,8 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300,
-     {0.90, 0.10, 0.15, 9, 20}},
+     {300, 0.35},
+     {0.90, 0.10, 0.15, 9, 20, 40}},
     {"wan2.1-t2v-1.3b",
      "Wan2.1 T2V 1.3B, 81 frames at 480p",
      30,
@@ -48,8 +51,8 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300,
-     kWan21},
+     kWanSvg2,
+     {0.90, 0.15, 0.20, 11, 20, 50}},
     {"wan2.1-14b-480p",
      "Wan2.1 14B, 81 frames at 480p",
      40,
@@ -61,7 +64,7 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300,
+     kWanSvg2,
      kWan21},
     {"wan2.1-14b-distilled",
      "Wan2.1 14B, 4- to 8-step variants, 480p: no dense prefix fits",
@@ -74,7 +77,7 @@ const Model kTable[] = {
      0.90,
      0.0,
      false,
-     300,
+     {300, 0.0},
      kWan21},
     {"wan2.2-a14b",
      "Wan2.2 T2V A14B (each of its two transformers), 81 frames at 720p",
@@ -87,8 +90,8 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300,
-     {0.90, 0.20, 0.22, 9, 40}},
+     kWanSvg2,
+     {0.90, 0.20, 0.22, 9, 40, 40}},
     {"wan2.2-i2v-a14b",
      "Wan2.2 I2V A14B (each of its two transformers), 81 frames at 720p",
      40,
@@ -100,8 +103,8 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300,
-     {0.90, 0.20, 0.25, 9, 40}},
+     kWanSvg2,
+     {0.90, 0.20, 0.25, 9, 40, 40}},
     {"wan2.2-ti2v-5b",
      "Wan2.2 TI2V 5B, 121 frames at 720p",
      30,
@@ -113,7 +116,7 @@ const Model kTable[] = {
      0.90,
      0.2,
      false,
-     300,
+     kWanSvg2,
      kWan21},
     {"hunyuanvideo-13b",
      "HunyuanVideo 13B, 129 frames at 720p, up to 256 text tokens",
@@ -126,8 +129,8 @@ const Model kTable[] = {
      0.88,
      0.1,
      true,
-     400,
-     {0.88, 0.05, 0.10, 6, 50}},
+     {400, 0.1},
+     {0.88, 0.05, 0.10, 6, 50, 50}},
 };
 
 }  // namespace
@@ -139,6 +142,28 @@ const Model& find_model(std::string_view name) {
     if (name == model.name) return model;
   }
   fail(Status::invalid_argument, "model: there is no \"{}\"; there are {}", name, names(models_table(), ", "));
+}
+
+std::vector<const Model*> fitting_models(int64_t layers, int64_t heads, std::span<const int64_t> rope) {
+  std::vector<const Model*> found;
+  for (const Model& model : kTable) {
+    if (model.layers == layers && model.heads == heads && std::ranges::equal(model.rope, rope)) found.push_back(&model);
+  }
+  return found;
+}
+
+std::vector<const Setting*> settings_of_models(const Method& method) {
+  std::vector<const Setting*> found;
+  const Settings plain = method.settings();
+  for (const Setting& setting : settings_table()) {
+    const bool changes = std::ranges::any_of(kTable, [&](const Model& model) {
+      Settings settings = plain;
+      apply_model(model, settings);
+      return setting.get(settings) != setting.get(plain);
+    });
+    if (changes) found.push_back(&setting);
+  }
+  return found;
 }
 
 void apply_model(const Model& model, Settings& settings) {

@@ -19,16 +19,25 @@ struct Model {
   double rho;  // our starting point: the paper does not publish one
   double dense_steps;
   bool warm_prefix;
-  int64_t svg2_groups;  // as SVG2 publishes it; its p is 0.9 everywhere
+  // As SVG2 publishes it; Wan2.1's groups and the dense steps above where it does not. Its p is 0.9 everywhere.
+  struct Svg2 {
+    int64_t groups;
+    double dense_steps;
+  } svg2;
   // As SVOO publishes it; Wan2.1 T2V's where it does not. Its dense steps are those above.
   struct Svoo {
     double p, low, high;      // the least share of clusters is kept between the two
-    int64_t start, interval;  // of reuse
+    int64_t start, interval;  // of reuse, in steps from 1
+    int64_t steps;            // of the run that it is published for
   } svoo;
 };
 
 std::span<const Model> models_table();
 const Model& find_model(std::string_view name);
+// Those with this many layers, heads and channels of a head along T, H and W.
+std::vector<const Model*> fitting_models(int64_t layers, int64_t heads, std::span<const int64_t> rope);
+// The settings of a method that some known model changes.
+std::vector<const Setting*> settings_of_models(const Method& method);
 // The schedule of the model, then what its row says for the settings' method.
 void apply_model(const Model& model, Settings& settings);
 

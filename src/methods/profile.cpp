@@ -1,6 +1,7 @@
-// Reads a profile's CSV, and holds it against a model's shape.
+// Reads and writes a profile's CSV, merges profiles, and holds one against a model's shape.
 #include "methods/profile.h"
 
+#include <algorithm>
 #include <charconv>
 #include <set>
 #include <sstream>
@@ -11,7 +12,9 @@ namespace scope {
 
 namespace {
 
-constexpr int64_t kMostHeads = 1 << 20;            // far more than any model's; the next number still exists
+constexpr std::string_view kHeader = "step,layer,head,density", kAuthorsHeader = "Step,Layer,Head,Sparsity";
+constexpr int64_t kMostHeads = 1 << 20,
+                  kMostSteps = 1'000'000'000;      // far more than any model's; the next number still exists
 constexpr int64_t kMostBytes = int64_t{64} << 20;  // 50 steps of 40 layers of 40 heads take 2 MiB
 
 // Takes the number at the front of `text` and the comma after it.
@@ -44,22 +47,25 @@ Profile parse_profile(std::istream& file, const std::string& path) {
     return true;
   };
   next_line();  // an empty file has an empty one
-  require(line == "step,layer,head,density", Status::format,
-          "profile: {} line 1: got \"{}\", expected step,layer,head,density", path, io::printable(line, 80));
+  const bool ours = line == kHeader;
+  require(ours || line == kAuthorsHeader, Status::format, "profile: {} line 1: got \"{}\", expected {} or {}", path,
+          io::printable(line, 80), kHeader, kAuthorsHeader);
+  const int64_t first_step = ours ? 0 : 1;
   std::map<std::pair<int64_t, int64_t>, int64_t> heads;  // entries of each step and layer
   for (int64_t number = 2; next_line(); ++number) {
     int64_t step = 0, layer = 0, head = 0;
     double density = 0;
     std::string_view text = line;
-    require(take(text, step) && take(text, layer) && take(text, head) && take(text, density, true) && step >= 0 &&
-                layer >= 0 && head >= 0 && head < kMostHeads && density >= 0 && density <= 1,
+    require(take(text, step) && take(text, layer) && take(text, head) && take(text, density, true) && step >= first_step &&
+                step <= kMostSteps && layer >= 0 && head >= 0 && head < kMostHeads && density >= 0 && density <= 1,
             Status::format,
-            "profile: {} line {}: got \"{}\", expected step, layer and head from 0 and a density in [0, 1], as 10,2,0,0.25",
-            path, number, io::printable(line, 80));
-    require(profile.densities.emplace(std::tuple(step, layer, head), density).second, Status::format,
+            "profile: {} line {}: got \"{}\", expected a step from {}, layer and head from 0 and a density in [0, 1], as "
+            "10,2,0,0.25",
+            path, number, io::printable(line, 80), first_step);
+    require(!profile.densities.contains({step - first_step, layer, head}), Status::format,
             "profile: {} line {}: step {}, layer {}, head {} has an entry already", path, number, step, layer, head);
+    raise_density(profile, step - first_step, layer, head, density);
     ++heads[{step, layer}];
-    profile.heads = std::max(profile.heads, head + 1);
   }
   require(!file.bad(), Status::io, "profile: cannot read \"{}\"", path);
   require(!profile.densities.empty(), Status::format, "profile: {} has no entries", path);
@@ -68,6 +74,31 @@ Profile parse_profile(std::istream& file, const std::string& path) {
             at.second, count, profile.heads);
   }
   return profile;
+}
+
+std::string profile_csv(const Profile& profile) {
+  std::string csv = fmt::format("{}\n", kHeader);
+  for (const auto& [at, density] : profile.densities) {
+    const auto [step, layer, head] = at;
+    csv += fmt::format("{},{},{},{:.6f}\n", step, layer, head, density);
+  }
+  return csv;
+}
+
+void raise_density(Profile& profile, int64_t step, int64_t layer, int64_t head, double density) {
+  double& entry = profile.densities[{step, layer, head}];
+  entry = std::max(entry, density);
+  profile.heads = std::max(profile.heads, head + 1);
+  profile.steps = std::max(profile.steps, step + 1);
+}
+
+void merge_profile(Profile& profile, const Profile& other) {
+  require(profile.heads == 0 || profile.heads == other.heads, Status::shape, "profile: {} has {} heads, the others have {}",
+          other.path, other.heads, profile.heads);
+  for (const auto& [at, density] : other.densities) {
+    const auto [step, layer, head] = at;
+    raise_density(profile, step, layer, head, density);
+  }
 }
 
 void check_profile(const Profile& profile, int64_t heads, int64_t layers, int64_t first_layer) {

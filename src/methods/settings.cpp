@@ -180,8 +180,8 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.alpha = share("alpha", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.alpha); }},
       {"profile", "select", "none | FILE",
-       fmt::format("CSV of `scope profile`: in the place of alpha, each head's density at the call's step and layer; alpha "
-                   "where it has none ({})",
+       fmt::format("CSV of `scope profile` or of SVOO's authors: in the place of alpha, each head's density at the call's "
+                   "step and layer; alpha where it has none ({})",
                    names_where(rule_rows(), [](const RuleRow& each) { return each.profile; })),
        [](Settings& s, std::string_view t) {
          s.profile = t == "none" ? nullptr : std::make_shared<const Profile>(read_profile(std::string(t)));
@@ -230,8 +230,9 @@ std::vector<Setting> make_table() {
        "cluster during the scheduled dense calls too, so that the first sparse call is warm",
        [](Settings& s, std::string_view t) { s.warm_prefix = choice("warm_prefix", t, kSwitch); },
        [](const Settings& s) { return name_of(s.warm_prefix, kSwitch); }},
-      {"reuse_start", "schedule", "0..1000000000", "step from which on clusters are reused (reuse_interval > 1)",
-       [](Settings& s, std::string_view t) { s.reuse_start = integer("reuse_start", t, 0, kMostSteps, "0..1000000000"); },
+      {"reuse_start", "schedule", "1..1000000000",
+       "step from which on clusters are reused (reuse_interval > 1), counted from 1: it clusters, and those after it reuse",
+       [](Settings& s, std::string_view t) { s.reuse_start = integer("reuse_start", t, 1, kMostSteps, "1..1000000000"); },
        [](const Settings& s) { return std::to_string(s.reuse_start); }},
       {"reuse_interval", "schedule", "1..1000000000",
        "steps from one clustering to the next, from reuse_start on; between them clusters come from the state as they are",
@@ -239,6 +240,10 @@ std::vector<Setting> make_table() {
          s.reuse_interval = integer("reuse_interval", t, 1, kMostSteps, "1..1000000000");
        },
        [](const Settings& s) { return std::to_string(s.reuse_interval); }},
+      {"reuse_steps", "schedule", "0..1000000000",
+       "steps of the run that reuse_start and reuse_interval are meant for; a run of others scales them; 0 = as they are",
+       [](Settings& s, std::string_view t) { s.reuse_steps = integer("reuse_steps", t, 0, kMostSteps, "0..1000000000"); },
+       [](const Settings& s) { return std::to_string(s.reuse_steps); }},
       {"layers", "schedule", "0..100000", "layers of the model, which a profile must have; 0 = not said",
        [](Settings& s, std::string_view t) { s.layers = integer("layers", t, 0, 100000, "0..100000"); },
        [](const Settings& s) { return std::to_string(s.layers); }},

@@ -51,7 +51,8 @@ struct Settings {
   double dense_steps = 0.2;
   double dense_last_steps = 0;
   bool warm_prefix = false;
-  int64_t reuse_start = 0, reuse_interval = 1;  // steps
+  int64_t reuse_start = 1, reuse_interval = 1;  // steps, the first of them 1
+  int64_t reuse_steps = 0;                      // of the run that the two are meant for; 0: of any
   int64_t layers = 0;                           // of the model; 0: not said
   bool check_finite = true;
   DType state_dtype = DType::f32;

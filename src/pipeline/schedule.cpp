@@ -11,6 +11,10 @@ Reason schedule(const Settings& settings, const Place& place) {
   require(place.steps <= 1'000'000'000, Status::invalid_argument, "steps: got {}, expected at most 1000000000", place.steps);
   require(place.step < 0 || place.step < place.steps, Status::invalid_argument,
           "step: got {} of {} steps, expected 0..steps - 1", place.step, place.steps);
+  if (settings.profile != nullptr && place.step >= 0) {
+    require(settings.profile->steps <= place.steps, Status::shape, "profile: {} is of {} steps, the run has {}",
+            settings.profile->path, settings.profile->steps, place.steps);
+  }
   if (settings.dense) return Reason::method_dense;
   if (place.layer >= 0 && place.layer < settings.dense_layers) return Reason::dense_layer;
   if (place.step < 0) return Reason::sparse;
@@ -24,7 +28,12 @@ bool clusters_in_prefix(const Settings& settings, Reason reason) {
 }
 
 bool reuses_clusters(const Settings& settings, const Place& place) {
-  return place.step >= settings.reuse_start && (place.step - settings.reuse_start) % settings.reuse_interval != 0;
+  if (place.step < 0 || settings.reuse_interval == 1) return false;
+  // A prefix rounds down, as the dense steps do, and an interval up: what clusters once in its own steps does so in any.
+  const int64_t of = settings.reuse_steps == 0 ? place.steps : settings.reuse_steps;
+  const int64_t before = (settings.reuse_start - 1) * place.steps / of;
+  const int64_t interval = ceil_div(settings.reuse_interval * place.steps, of);
+  return place.step >= before && (place.step - before) % interval != 0;
 }
 
 double least_share(const Settings& settings, const Place& place, int64_t head) {

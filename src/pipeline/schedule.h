@@ -25,7 +25,8 @@ enum class Reason : int {
 Reason schedule(const Settings& settings, const Place& place);
 // Whether a dense call that has a state clusters all the same, so that the first sparse one is warm.
 bool clusters_in_prefix(const Settings& settings, Reason reason);
-// Whether the clusters that a state holds stay as they are: from reuse_start on at all but every reuse_interval-th step.
+// Whether the clusters that a state holds stay as they are: from reuse_start on, which counts steps from 1, at all but every
+// reuse_interval-th step; both scaled from reuse_steps to the steps of the run.
 bool reuses_clusters(const Settings& settings, const Place& place);
 // The least share of keys or codes that a head's groups keep: alpha, or the profile's entry within its bounds.
 double least_share(const Settings& settings, const Place& place, int64_t head);

@@ -15,7 +15,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (text.substr(0, equals) == "profile") {
     try {
       std::istringstream file{std::string(text.substr(equals + 1))};
-      scope::parse_profile(file, "fuzz");
+      const scope::Profile profile = scope::parse_profile(file, "fuzz");
+      std::istringstream written{scope::profile_csv(profile)};
+      if (scope::parse_profile(written, "fuzz").densities.size() != profile.densities.size()) std::abort();
     } catch (const scope::Error& error) {
       if (error.status() != scope::Status::format) std::abort();
     }

@@ -126,7 +126,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert all(abs(h["alpha"] - x) < 1e-5 for h, x in zip(json.load(open(f"{folder}/s.json"))["heads"], clipped))
     kept = f"{folder}/svoo.bin"
     for step, iterations in ((1, 2), (2, 2), (3, 0)):
-        accept(*svoo, "--step", str(step), "--set", "reuse_start=2", "--state", kept, "--stats", f"{folder}/s.json")
+        accept(*svoo, "--step", str(step), "--set", "reuse_start=3", "--set", "reuse_steps=0", "--state", kept, "--stats", f"{folder}/s.json")
         stats = json.load(open(f"{folder}/s.json"))
         assert stats["iterations"] == iterations and [h["alpha"] for h in stats["heads"]] == [0.1, 0.1], stats
     place = ("--layer", "1", "--step", "3", "--steps", "9")
