@@ -172,7 +172,7 @@ class Progress {
 };
 
 // A count, or `all`.
-int64_t parse_samples(const std::string& text);
+int64_t parse_samples(const std::string& text, const std::string& flag = "--samples");
 void write_text(const std::string& path, const std::string& text);
 
 double now_seconds();

@@ -15,6 +15,7 @@
 #include "io/png.h"
 #include "io/safetensors.h"
 #include "outputs.h"
+#include "run_profile.h"
 #include "video/media.h"
 #include "video/weights.h"
 #include "video_run.h"
@@ -27,7 +28,7 @@ namespace fs = std::filesystem;
 
 struct Options : VideoInputs {
   std::string output, model = "tiny-wan", method = "scope", target_density, grid, noise, dump, dump_steps, dump_layers,
-                      compute;
+                      compute, known, profile_out, profile_samples = "256";
   std::vector<std::string> set;
   int64_t steps = 20;
   uint64_t seed = 0;
@@ -155,11 +156,13 @@ std::set<int64_t> parse_set(const char* name, const std::string& text, int64_t e
 }
 
 void run(const Options& options) {
-  const MethodFlags flags{options.method, "", options.set};
-  const Settings settings = flags.settings({.device = options.machine.on_device()}, options.target_density);
   const std::string folder = find_model_folder(options.model);
   const video::Notes notes = video::read_notes(folder);
   const video::ModelConfig config = video::read_model_config(folder);
+  const Model* known = find_known(options.known, config);
+  const MethodFlags flags{options.method, known == nullptr ? "" : known->name, options.set};
+  const Settings settings = flags.settings({.device = options.machine.on_device()}, options.target_density);
+  if (known != nullptr) fmt::print("{}\n", known_text(*known, !options.known.empty(), config, settings));
   const bool has_grid = notes.grid[0] > 0;
   require(has_grid || !options.grid.empty(), Status::invalid_argument, "--grid: this model needs one, as TxHxW in tokens");
 
@@ -181,6 +184,7 @@ void run(const Options& options) {
   outputs.reads("--noise", options.noise);
   outputs.reads(settings);
   outputs.writes_run("--output", options.output);
+  outputs.writes("--profile-out", options.profile_out);
   if (!options.dump.empty()) {
     std::set<int64_t> layers;
     for (int64_t i = 0; i < config.layers; ++i) layers.insert(i);
@@ -216,6 +220,17 @@ void run(const Options& options) {
 
   const Context context = options.machine.context();
   const std::string compute = checked_compute(context, options.compute);
+  std::optional<RunProfile> profile;
+  if (!options.profile_out.empty()) {
+    profile.emplace(options.profile_out, options.profile_samples, settings, config, request.steps);
+    request.watch = [&, dumped = request.wanted, dump = request.watch](
+                        int64_t step, int64_t layer, int64_t branch, DType dtype, const std::vector<std::byte>& q,
+                        const std::vector<std::byte>& k, const std::vector<std::byte>& v) {
+      profile->add(*context.exec().pool, step, layer, dtype, q, k);
+      if (dumped && dumped(step, layer, branch)) dump(step, layer, branch, dtype, q, k, v);
+    };
+    request.wanted = [](int64_t, int64_t, int64_t branch) { return branch == 0; };
+  }
   const auto engine = make_engine(context, compute);
   const auto model = video::open_model(folder, *engine);
   const int64_t passes = request.guidance == 1 ? 1 : 2;
@@ -232,6 +247,7 @@ void run(const Options& options) {
                               {"model", fs::path(folder).filename().string()},
                               {"method", options.method},
                               {"settings", settings_json(settings)},
+                              {"known", known_json(known, settings)},
                               {"grid", request.grid},
                               {"steps", request.steps},
                               {"seed", options.seed},
@@ -254,6 +270,10 @@ void run(const Options& options) {
     io::SafeTensors file;
     file.tensors["latents"] = float_array(sample.latent, latent_shape);
     io::write_safetensors(out + "/latents.safetensors", file);
+  }
+  if (profile) {
+    json["profile"] = profile->json();
+    write_text(outputs.open(options.profile_out), profile->csv());
   }
   write_json(out + "/run.json", json);
   outputs.place();
@@ -284,6 +304,7 @@ void add_generate(CLI::App& app) {
       "the installation, and in models/ of the source tree.\n\n"
       "  scope generate -o runs/dense --method dense\n"
       "  scope generate -o runs/scope --target-density 0.2 --seed 3 --example 1\n"
+      "  scope generate -o runs/dense --method dense --profile-out profile.csv\n"
       "  scope generate --model Wan2.1-T2V-1.3B-Diffusers/transformer --grid 21x30x52 --condition prompt.safetensors -o "
       "out");
   add_output(*command, "-o,--output", options->output,
@@ -293,6 +314,10 @@ void add_generate(CLI::App& app) {
   command->add_option("--method", options->method, "a row of `scope methods`; settings may follow, as scope:rho=0.8")
       ->capture_default_str();
   command->add_option("--set", options->set, "one setting, as name=value; repeat for more")->allow_extra_args(false);
+  command->add_option(
+      "--known", options->known,
+      "take rho, schedule, profile bounds and reuse of a known model (see `scope methods`) for the method, or "
+      "none; otherwise those of the only one whose layers, heads and RoPE config.json has");
   command->add_option("--target-density", options->target_density, "share of keys that each head keeps in sparse calls");
   command->add_option("--steps", options->steps, "Euler steps")->check(whole(1, kMostSamplerSteps))->capture_default_str();
   CLI::Option* seed = command->add_option("--seed", options->seed, "names the noise; the same for every method")
@@ -320,6 +345,13 @@ void add_generate(CLI::App& app) {
   command->add_option("--dump-steps", options->dump_steps, "the steps to dump, as 4,10; otherwise the middle one")
       ->needs(dump);
   command->add_option("--dump-layers", options->dump_layers, "the layers to dump, as 0,2; otherwise all")->needs(dump);
+  CLI::Option* profile = add_output(*command, "--profile-out", options->profile_out,
+                                    "write how dense the prompt's attention is at each step, layer and head, as "
+                                    "CSV (--method dense): see `scope profile`; "
+                                    "a profile that is there keeps what is higher");
+  command->add_option("--profile-samples", options->profile_samples, "queries of each head that it looks at, or all")
+      ->capture_default_str()
+      ->needs(profile);
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

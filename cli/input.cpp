@@ -108,10 +108,10 @@ std::vector<uint32_t> last_tokens(int64_t text, int64_t batch, int64_t tokens) {
 
 }  // namespace
 
-int64_t parse_samples(const std::string& text) {
+int64_t parse_samples(const std::string& text, const std::string& flag) {
   if (text == "all") return std::numeric_limits<int64_t>::max();
-  const auto values = parse_list("--samples", text, ',');
-  require(values.size() == 1, Status::invalid_argument, "--samples: got \"{}\", expected a number or all", text);
+  const auto values = parse_list(flag, text, ',');
+  require(values.size() == 1, Status::invalid_argument, "{}: got \"{}\", expected a number or all", flag, text);
   return values[0];
 }
 

@@ -3,11 +3,13 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 
 #include "io/png.h"
+#include "methods/methods.h"
 #include "video/media.h"
 #include "video/weights.h"
 
@@ -108,6 +110,55 @@ void read_rgb_inputs(const VideoInputs& options, const std::string& folder, cons
     fail(error.status(), "{}: {}", options.image.empty() ? "--image (not given; the example's is used)" : options.image,
          error.what());
   }
+}
+
+const Model* find_known(const std::string& name, const video::ModelConfig& config) {
+  if (name == "none") return nullptr;
+  if (!name.empty()) return &find_model(name);
+  const auto fitting = fitting_models(config.layers, config.heads, config.rope);
+  if (fitting.size() == 1) return fitting[0];
+  std::string names;
+  for (const Model* model : fitting) names.append(names.empty() ? "" : ", ").append(model->name);
+  if (!fitting.empty()) {
+    fmt::print("config.json fits {}; nothing is taken of them: --known NAME takes one's settings, --known none is silent\n",
+               names);
+  }
+  return nullptr;
+}
+
+namespace {
+
+Settings row_settings(const Model& model, const Method& method) {
+  Settings settings = method.settings();
+  apply_model(model, settings);
+  return settings;
+}
+
+}  // namespace
+
+std::string known_text(const Model& model, bool named, const video::ModelConfig& config, const Settings& settings) {
+  std::string text =
+      fmt::format("known model {}, {}:", model.name, named ? "as named" : "the only one that config.json fits");
+  const auto fitting = fitting_models(config.layers, config.heads, config.rope);
+  if (std::find(fitting.begin(), fitting.end(), &model) == fitting.end()) {
+    text = fmt::format("known model {}, as named, though it has {} layers x {} heads and config.json {} x {}:", model.name,
+                       model.layers, model.heads, config.layers, config.heads);
+  }
+  const Settings row = row_settings(model, *settings.method);
+  for (const Setting* setting : settings_of_models(*settings.method)) {
+    const std::string own = setting->get(row), used = setting->get(settings);
+    text += fmt::format(" {}={}", setting->name, used);
+    if (used != own) text += fmt::format(" (given; its own: {})", own);
+  }
+  return text;
+}
+
+nlohmann::ordered_json known_json(const Model* model, const Settings& settings) {
+  if (model == nullptr) return nullptr;
+  const Settings row = row_settings(*model, *settings.method);
+  nlohmann::ordered_json out{{"model", model->name}, {"settings", nlohmann::ordered_json::object()}};
+  for (const Setting* setting : settings_of_models(*settings.method)) out["settings"][setting->name] = setting->get(row);
+  return out;
 }
 
 nlohmann::ordered_json seconds_json(const video::Sample& sample) {

@@ -3,6 +3,7 @@
 
 #include "common.h"
 #include "io/safetensors.h"
+#include "methods/models.h"
 #include "video/sampler.h"
 
 namespace scope::cli {
@@ -27,6 +28,14 @@ std::unique_ptr<video::Engine> make_engine(const Context& context, const std::st
 // What the bundled model is conditioned on: the first frame and the motion tokens of an example, or of the user's files.
 void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::ModelConfig& config,
                      const std::array<int64_t, 3>& size, video::Request& request);
+
+// The row of the known models that a run takes settings from: the one of that name, or without a name the only one whose
+// layers, heads and RoPE the folder has. Null for `none`, and where none or several fit; several are listed on stdout.
+const Model* find_known(const std::string& name, const video::ModelConfig& config);
+// A line that names the row and every setting that it has for the method, as it is in the run.
+std::string known_text(const Model& model, bool named, const video::ModelConfig& config, const Settings& settings);
+// Its name and what it sets; null without one.
+nlohmann::ordered_json known_json(const Model* model, const Settings& settings);
 
 // Total, and its parts: calls that ran dense, attend and selection of the others, and the rest.
 nlohmann::ordered_json seconds_json(const video::Sample& sample);
