@@ -237,7 +237,7 @@ def compare(libscope, name, tensors, rope, densities, options, text=0, long=True
             scope.arguments.selection = None
             ms = median_ms(scope.call, options.repeat)
             stages, measured, total = scope.stages()
-            row(label, ms, measured, stages, total, {**pads, "settings": settings, "method": method, "mass_recall": recall, "error": error,
+            row(label, ms, measured, stages, total, {**pads, "settings": settings, "method": label if methods else method, "mass_recall": recall, "error": error,
                                                      "total_density": total, "first_ms": first_ms,
                                                      "workspace_bytes": scope.plan.info.workspace_bytes,
                                                      "groups": scope.plan.info.groups, "codes": scope.plan.info.codes})

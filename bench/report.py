@@ -81,7 +81,7 @@ def benchmarks(suites, torch_data):
     clustering = first["stages"]["group"] + first["stages"]["encode"]
     text.append(f"Where a first call's time goes at 16,384 tokens: {100 * clustering / first['seconds']:.0f} % is K-means (50 iterations, 48 of them on an eighth of "
                 f"the tokens), {100 * first['stages']['attend'] / first['seconds']:.0f} % attend. Repeated runs on this shared machine spread by about 7 %.\n")
-    text.append("*cold*: a first call, from random rows; *warm*: every later call of a layer. Data: `scope make-qkv`, seed 1, whose "
+    text.append("*cold*: a first call, from random rows, 50 iterations of K-means of which all but the last 2 see `first_sample` of the tokens; *warm*: every later call of a layer. Data: `scope make-qkv`, seed 1, whose "
                 "exact top 10 % of keys hold about 0.8 of the mass. Run it: `scope bench --suite --quality 64`.\n")
     return "\n".join(text)
 
@@ -126,7 +126,7 @@ def readme_table(f32, bf16, torch_data):
     t = {r["dtype"]: r for r in torch_data["rows"]}
     lines.append(f"| dense attention against PyTorch's SDPA, 4 heads × 8,192 × 128 | {t['f32']['speed_ratio']:.2f}× | {t['bf16']['speed_ratio']:.2f}× |")
     for index, label, name in ((0, "whole warm call, density 0.20, 2 heads × 16,384 × 128", "warm"),
-                               (0, "whole first call, same shape", "cold"),
+                               (0, "whole first call (K-means over a tenth of the tokens, but for its last 2 iterations), same shape", "cold"),
                                (1, "whole warm call, density 0.15, 1 head × 75,600 × 128 (Wan 720p)", "warm")):
         lines.append(f"| {label}, over our dense | **{row(f32['cases'][index], name)['speedup']:.2f}×** | "
                      f"{row(bf16['cases'][index], name)['speedup']:.2f}× |")
@@ -214,7 +214,8 @@ def gpu_methods(name, data):
     text.append("Each method's *selection*, at its own settings ([methods.md](methods.md)) with `target_density`, on our attend in bf16: the time of `svg2` or `sparge` here is "
                 "not that of their authors' programs, which [stand below](#the-rivals-own-kernels). `sparge`'s groups of 64 queries leave a kernel made for tiles of 192 at two thirds of its speed. Single calls have no schedule, so "
                 "no dense steps or layers enter. Codes are per subspace, and `scope-exact` has none. "
-                "A first call of `scope` and `scope-exact` samples a tenth of the tokens in all but two of its 50 iterations; those of `scope-paper` and `svg2` see all.\n")
+                "Of the 50 iterations of a first call all but the last two see a tenth of the tokens, at least 8 a cluster, in `scope`, `scope-exact` and where a row "
+                "says `first_sample=0.1`; all tokens in `scope-paper` and `svg2`, as published.\n")
     text.append(gpu_source(name, data))
     return text
 

@@ -1,4 +1,5 @@
 """The tables and pictures of docs/video_report.md from bench/results/video_*.json (`scope ablate`); bench/report.py writes them."""
+import pathlib
 import statistics
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8e5ea2", "#e08e1b", "#4c9f9f", "#7a5c3e", "#555555")
@@ -62,13 +63,35 @@ def left_out(data):
     return ["Not run: " + "; ".join(f"`{x['variant']}` ({x['why']})" for x in data["skipped"]) + ".\n"]
 
 
+def small_print(data):
+    """What the times hold and how the baselines were run, from the rows' own settings."""
+    rows = [r for r in data["rows"] if not r["control"]]
+    first, reuse = {}, {}
+    for r in rows:
+        s = r["settings"]
+        if s["group"] == "kmeans":
+            first.setdefault((float(s["first_sample"]), s["first_iterations"]), {})[r["variant"] if "first_sample" in r["variant"] else r["variant"].split(":")[0]] = None
+        if int(s["reuse_interval"]) > 1:
+            meant = int(s.get("reuse_steps", 0))
+            reuse[f"`{r['variant']}` reuses clusters (`reuse_start` {s['reuse_start']}, `reuse_interval` {s['reuse_interval']}, " +
+                  (f"scaled from {meant} steps to {data['steps']}" if meant else f"not scaled to these {data['steps']} steps") +
+                  f"), profile: {pathlib.Path(s['profile']).name}."] = None
+    text = ["Times hold the first sparse call of each layer, 50 iterations of K-means where nothing else is said. All but the last 2 of them see " +
+            "; ".join((f"{share:g} of the tokens, at least 8 a cluster" if share < 1 else "all tokens") + (f" ({n} iterations)" if n != "50" else "") +
+                      ": " + ", ".join(f"`{v}`" for v in names) for (share, n), names in sorted(first.items())) + "."] if first else []
+    text += list(reuse)
+    if any(r["variant"].startswith("svg2") for r in rows):
+        text.append(f"The dense prefix is {100 * float(rows[0]['settings']['dense_steps']):g} % of the steps for every method; SVG2's authors take 35 % for Wan2.1 I2V at 720p.")
+    return " ".join(text) + "\n"
+
+
 def suite(name, data):
     text = [control(data)]
     for found in data["tables"]:
         text += [f"### {found['title']}\n", table(data, found["title"])]
     if row(data, "scope-paper", 0.2):
         text += ["### One against another\n", duels(data)]
-    return "\n".join([*text, *left_out(data), source(name, data)])
+    return "\n".join([*text, *left_out(data), small_print(data), source(name, data)])
 
 
 def duels(data):
@@ -100,7 +123,7 @@ def composition(name, data):
         one = f"{(parts[1] + parts[2]) * steps / sparse:.2f} = {parts[1] * steps / sparse:.2f} + {parts[2] * steps / sparse:.2f}" if sparse else ""
         lines.append(f"| `{r['variant']}` | {statistics.mean(r['density']):.4f} | {median(s, 'total'):.1f} | **{median(dense, 'total') / median(s, 'total'):.2f}×** | " +
                      " | ".join(f"{x:.1f}" for x in parts) + f" | {parts[0] * steps / calls['dense']:.2f} | {one} |")
-    return "\n".join(lines) + "\n\n" + source(name, data)
+    return "\n".join(lines) + "\n\n" + small_print(data) + "\n" + source(name, data)
 
 
 def svg(width, height, parts):
@@ -127,7 +150,7 @@ def density_chart(data):
         parts.append(f'<text x="{px(d):.1f}" y="{height - bottom + 18}" text-anchor="middle">{d:g}</text>')
     parts.append(f'<text x="{left}" y="{height - 14}" fill="#666" font-size="11">{data["seeds"]} held-out clips at {"×".join(map(str, data["grid"]))}; '
                  'dB, mean and one standard deviation over clips</text>')
-    names = list(dict.fromkeys(x["variant"] for x in lines))
+    names = list(dict.fromkeys(x["variant"] for x in lines if ":" not in x["variant"]))  # methods as they are
     for i, name in enumerate(names):
         colour, mine = COLOURS[i % len(COLOURS)], [x for x in lines if x["variant"] == name]
         shift = 2.5 * (i - len(names) / 2)  # bars side by side

@@ -49,6 +49,9 @@ double median(const std::vector<CallStats>& runs, Field field) {
   return values[values.size() / 2];
 }
 
+// Whether first_sample means something to the method.
+bool samples_first(const Settings& settings) { return row(settings.group).iterates && row(settings.group).warm; }
+
 std::vector<Variant> make_variants(const Settings& base, double density) {
   // The method's own rule, solved for the density in the call.
   const auto with = [&](std::initializer_list<std::pair<const char*, const char*>> more) {
@@ -68,8 +71,9 @@ std::vector<Variant> make_variants(const Settings& base, double density) {
     add("warm, exact proxy", with({{"proxy", "exact"}}), true);
   }
   add("cold", with({}), false);
-  if (row(base.group).iterates && row(base.group).warm && base.first_sample < 1) {
-    add("cold, first_sample=1", with({{"first_sample", "1"}}), false);
+  if (samples_first(base)) {
+    const std::string other = fmt::format("{}", base.first_sample < 1 ? 1 : Settings{}.first_sample);
+    add("cold, first_sample=" + other, with({{"first_sample", other.c_str()}}), false);
   }
   return variants;
 }
@@ -164,6 +168,14 @@ nlohmann::ordered_json run_case(const Case& c, const Options& options, const Con
                variant.name, density, 1e3 * total, dense / total, ms(&CallStats::group), ms(&CallStats::encode),
                ms(&CallStats::score), ms(&CallStats::select), ms(&CallStats::attend), flop * density / attend / 1e9, recall);
     result["rows"].push_back(row);
+  }
+  const Settings& method = variants[1].settings;
+  if (samples_first(method)) {
+    fmt::print(
+        "  cold: {} iterations of K-means, all but the last 2 over the share {} of the tokens, at least 8 a cluster (scope: "
+        "{}, svg2: "
+        "{})\n",
+        method.first_iterations, method.first_sample, Settings{}.first_sample, find_method("svg2").settings().first_sample);
   }
   return result;
 }
