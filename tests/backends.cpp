@@ -556,6 +556,66 @@ void run_compensate(const Exec& exec, std::span<const CompensateArgs> in, int64_
   mirror.run([&](const CompensateArgs& chunk) { backend().compensate(exec, chunk); });
 }
 
+namespace {
+
+// The arrays of `select`, which is of(args), for a chunk of `sizes`; `alpha` holds each head's.
+template <class Args, class Of>
+void mirror_select(const Exec& exec, Mirror<Args>& mirror, const Of& of, const Sizes& sizes, const double* alpha) {
+  const auto member = [&](auto path) {
+    return [=](auto& args) -> auto& { return path(of(args)); };
+  };
+  const Proxy& proxy = of(mirror.chunk).weighed.proxy;
+  const int64_t groups = proxy.groups, codes = proxy.codes, words = mask_words(proxy.k.tokens);
+  of(mirror.chunk).weighed.heads = sizes.heads;
+  of(mirror.chunk).weighed.alpha = alpha;
+  mirror.proxy(member(FIELD(weighed.proxy)));
+  mirror.array(member(FIELD(weighed.sizes)), groups);
+  mirror.array(member(FIELD(weighed.q_similarity)), groups);
+  mirror.array(member(FIELD(weighed.k_similarity)), codes);
+  mirror.array(member(FIELD(weighed.errors)), groups * codes);
+  mirror.array(member(FIELD(weighed.top_p)), groups);
+  mirror.array(member(FIELD(counts)), groups);
+  mirror.array(member(FIELD(head_budget)), 1);
+  mirror.array(member(FIELD(rho_used)), 1);
+  mirror.array(member(FIELD(alpha_used)), 1);
+  mirror.array(member(FIELD(mask)), groups * words);
+  mirror.scratch(member(FIELD(weighed.weights)), backend().weights_bytes(exec, sizes));
+  mirror.scratch(member(FIELD(weighed.scratch)), backend().weigh_scratch(exec, sizes));
+}
+
+std::vector<double> alphas_of(std::span<const KeepArgs> heads) {
+  std::vector<double> alpha;
+  for (const KeepArgs& head : heads) alpha.push_back(*head.weighed.alpha);
+  return alpha;
+}
+
+// Heads [first, first + count) of a chunk.
+KeepArgs slice(const Exec& exec, KeepArgs args, int64_t first, int64_t count) {
+  const auto shift = [&](auto&... arrays) { ((arrays.base += first * arrays.step), ...); };
+  WeighArgs& weighed = args.weighed;
+  Sizes before = test::sizes_of(weighed);
+  before.heads = first;
+  const int64_t bytes = backend().weights_bytes(exec, before);
+  weighed.weights = {static_cast<std::byte*>(weighed.weights.data) + bytes, weighed.weights.bytes - bytes};
+  weighed.heads = count;
+  weighed.alpha += first;
+  weighed.proxy.k.data = static_cast<const std::byte*>(weighed.proxy.k.data) +
+                         first * weighed.proxy.k.head_stride * dtype_bytes(weighed.proxy.k.dtype);
+  shift(weighed.proxy.centroids, weighed.proxy.tables, weighed.proxy.labels, weighed.sizes, weighed.q_similarity,
+        weighed.k_similarity, weighed.errors, weighed.top_p);
+  shift(args.counts, args.head_budget, args.rho_used, args.alpha_used, args.mask);
+  return args;
+}
+
+// A sample's selection with what its heads share.
+struct SampleArgs {
+  KeepArgs keep;
+  double* rho;
+  Scratch solve;
+};
+
+}  // namespace
+
 void run_select(const Exec& exec, std::span<const KeepArgs> in, int64_t head_gap) {
   const auto select = [&](const KeepArgs& chunk) {
     backend().weigh(exec, chunk.weighed);
@@ -563,26 +623,41 @@ void run_select(const Exec& exec, std::span<const KeepArgs> in, int64_t head_gap
   };
   if (in_place(exec, in)) return select(in[0]);
   Mirror mirror(exec, in, head_gap);
-  const Proxy& proxy = in[0].weighed.proxy;
+  const auto alpha = alphas_of(in);
   Sizes sizes = sizes_of(in[0].weighed);
-  sizes.heads = mirror.chunk.weighed.heads = static_cast<int64_t>(in.size());
-  std::vector<double> alpha;
-  for (const KeepArgs& head : in) alpha.push_back(*head.weighed.alpha);
-  mirror.chunk.weighed.alpha = alpha.data();
-  mirror.proxy(FIELD(weighed.proxy));
-  mirror.array(FIELD(weighed.sizes), proxy.groups);
-  mirror.array(FIELD(weighed.q_similarity), proxy.groups);
-  mirror.array(FIELD(weighed.k_similarity), proxy.codes);
-  mirror.array(FIELD(weighed.errors), proxy.groups * proxy.codes);
-  mirror.array(FIELD(weighed.top_p), proxy.groups);
-  mirror.array(FIELD(counts), proxy.groups);
-  mirror.array(FIELD(head_budget), 1);
-  mirror.array(FIELD(rho_used), 1);
-  mirror.array(FIELD(alpha_used), 1);
-  mirror.array(FIELD(mask), proxy.groups * mask_words(proxy.k.tokens));
-  mirror.scratch(FIELD(weighed.weights), backend().weights_bytes(exec, sizes));
-  mirror.scratch(FIELD(weighed.scratch), backend().weigh_scratch(exec, sizes));
+  sizes.heads = static_cast<int64_t>(in.size());
+  mirror_select(
+      exec, mirror, [](auto& args) -> auto& { return args; }, sizes, alpha.data());
   mirror.run(select);
+}
+
+void run_select_sample(const Exec& exec, std::span<const KeepArgs> in, int64_t chunk, double* rho) {
+  const auto heads = static_cast<int64_t>(in.size());
+  Sizes sizes = sizes_of(in[0].weighed);
+  sizes.heads = heads;
+  std::vector<std::byte> scratch(static_cast<size_t>(backend().solve_scratch(exec, sizes)), std::byte{0xa5});
+  std::vector<SampleArgs> all;
+  for (const KeepArgs& head : in) all.push_back({head, rho, {scratch.data(), std::ssize(scratch)}});
+  Mirror mirror(exec, std::span<const SampleArgs>(all));
+  const auto alpha = alphas_of(in);
+  mirror_select(
+      exec, mirror, [](auto& args) -> auto& { return args.keep; }, sizes, alpha.data());
+  mirror.shared(FIELD(rho), 1);
+  mirror.scratch(FIELD(solve), std::ssize(scratch));
+  mirror.run([&](const SampleArgs& sample) {
+    const auto each_chunk = [&](const auto& body) {
+      for (int64_t h = 0; h < heads; h += chunk) body(slice(exec, sample.keep, h, std::min(chunk, heads - h)));
+    };
+    each_chunk([&](const KeepArgs& args) { backend().weigh(exec, args.weighed); });
+    SolveArgs solve{.weighed = sample.keep.weighed, .rho = sample.rho, .scratch = sample.solve};
+    solve.weighed.scratch = {};
+    solve.weighed.top_p = {};
+    backend().solve(exec, solve);
+    each_chunk([&](KeepArgs args) {
+      args.rho = sample.rho;
+      backend().keep(exec, args);
+    });
+  });
 }
 
 void run_tail(const Exec& exec, std::span<const TailArgs> in, int64_t head_gap) {

@@ -81,6 +81,8 @@ void run_score(const Exec& exec, std::span<const ScoreArgs> heads, int64_t head_
 void run_compensate(const Exec& exec, std::span<const CompensateArgs> heads, int64_t head_gap = kHeadGap);
 // weigh, then keep.
 void run_select(const Exec& exec, std::span<const KeepArgs> heads, int64_t head_gap = kHeadGap);
+// weigh, `chunk` heads at a time, then solve for all of them, then keep; rho: [1] out.
+void run_select_sample(const Exec& exec, std::span<const KeepArgs> heads, int64_t chunk, double* rho);
 void run_tail(const Exec& exec, std::span<const TailArgs> heads, int64_t head_gap = kHeadGap);
 void run_attend(const Exec& exec, std::span<const AttendArgs> heads, int64_t head_gap = kHeadGap);
 // The buffer is the CPU's alone, and may be null on a device.

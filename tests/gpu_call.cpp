@@ -119,6 +119,10 @@ TEST_F(GpuCalls, CapturedWarmCallsReplayWithNewData) {
   for (const char* name : {"scope", "scope-exact"}) {
     all.push_back(method(name, {{"partition", "even:3"}, {"rule", "target"}}));
   }
+  for (Settings settings : std::vector(all)) {
+    settings.target_scope = TargetScope::sample;
+    all.push_back(settings);
+  }
   for (const Settings& settings : all) {
     const Inputs in(1, 3, 900, 900, 64, 61, DType::bf16), next(1, 3, 900, 900, 64, 62, DType::bf16);
     const Plan plan(context(), settings, in.shape());

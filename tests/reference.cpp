@@ -276,6 +276,36 @@ Counts counts(Rule rule, const std::vector<int64_t>& sizes, const std::vector<in
   return result;
 }
 
+double sample_density(Rule rule, const std::vector<SampleHead>& heads, double rho) {
+  double pairs = 0, all = 0;
+  for (const SampleHead& head : heads) {
+    const auto n = static_cast<int64_t>(head.scores[0].size());
+    std::vector<int64_t> top_p;
+    for (const auto& scores : head.scores) top_p.push_back(top_p_count(scores, rho));
+    const auto kept = counts(rule, head.sizes, top_p, head.alpha, 0, n).counts;
+    for (size_t c = 0; c < kept.size(); ++c) {
+      pairs += static_cast<double>(head.sizes[c]) * static_cast<double>(kept[c]);
+      all += static_cast<double>(head.sizes[c]) * static_cast<double>(n);
+    }
+  }
+  return pairs / all;
+}
+
+double sample_rho(Rule rule, const std::vector<SampleHead>& heads, double target) {
+  double low = 0, high = 1;
+  for (int i = 0; i < 40; ++i) {
+    const double middle = (low + high) / 2;
+    (sample_density(rule, heads, middle) < target ? low : high) = middle;
+  }
+  return high;
+}
+
+std::vector<double> lowered_alphas(std::vector<double> alphas, double most) {
+  const double mean = std::accumulate(alphas.begin(), alphas.end(), 0.0) / static_cast<double>(alphas.size());
+  for (double& alpha : alphas) alpha *= mean > most ? most / mean : 1.0;
+  return alphas;
+}
+
 std::vector<int64_t> top_keys(const std::vector<double>& scores, int64_t r) {
   std::vector<int64_t> keys(scores.size());
   std::iota(keys.begin(), keys.end(), 0);

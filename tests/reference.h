@@ -87,6 +87,18 @@ struct Counts {
 // Everything that follows from t_c. `alpha` and `density` are shares; n counts the keys.
 Counts counts(Rule rule, const std::vector<int64_t>& sizes, const std::vector<int64_t>& top_p, double alpha, double density,
               int64_t n);
+// One head of a sample: queries and scores of each group, and its least share as used.
+struct SampleHead {
+  std::vector<int64_t> sizes;
+  std::vector<std::vector<double>> scores;
+  double alpha = 0;
+};
+// The mean density of the heads, weighted by queries, under a rule that keeps single keys at one rho.
+double sample_density(Rule rule, const std::vector<SampleHead>& heads, double rho);
+// The rho at which it reaches the target.
+double sample_rho(Rule rule, const std::vector<SampleHead>& heads, double target);
+// Least shares of a sample's heads, scaled so that their mean is at most `most`.
+std::vector<double> lowered_alphas(std::vector<double> alphas, double most);
 // Positions of the r highest scores, equal scores in ascending position; returned ascending.
 std::vector<int64_t> top_keys(const std::vector<double>& scores, int64_t r);
 // SVG2: the clusters that a group keeps, ascending. Weights n_j e^s, empty clusters 0; rank r stays iff r = 1, the weight

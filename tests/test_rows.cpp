@@ -55,6 +55,7 @@ std::vector<std::string> lacks(const Backend& backend, const Settings& settings)
   check("encode", can.encodings.has(settings.encode), row(settings.encode).name);
   check("proxy", can.proxies.has(settings.proxy), row(settings.proxy).name);
   check("rule", can.rules.has(settings.rule), row(settings.rule).name);
+  check("target_scope", can.target_scopes.has(settings.target_scope), row(settings.target_scope).name);
   check("tail", can.tails.has(settings.tail), row(settings.tail).name);
   return missing;
 }
@@ -171,6 +172,15 @@ std::vector<Settings> every_row() {
   add_rows(proxy_rows(), &Settings::proxy, all);
   add_rows(rule_rows(), &Settings::rule, all);
   add_rows(tail_rows(), &Settings::tail, all);
+  for (const TargetScopeRow& scope : target_scope_rows()) {  // under every rule that a target is met by
+    for (const RuleRow& rule : rule_rows()) {
+      Settings settings;
+      settings.rule = rule.choice;
+      settings.target_density = 0.5;
+      settings.target_scope = scope.choice;
+      all.push_back(valid(settings));
+    }
+  }
   for (const Method& method : methods_table()) all.push_back(valid(method.settings()));
   return all;
 }
@@ -180,9 +190,10 @@ TEST(Rows, RunOrAreRefusedByName) {
   if (!backend.present()) GTEST_SKIP() << "[GPU tests skipped]";
   const Context context(ContextOptions{.backend = backend.name, .threads = 2});
   for (const Settings& settings : every_row()) {
-    SCOPED_TRACE(fmt::format("{}: {}, group {}, encode {}, proxy {}, rule {}, tail {}", backend.name, settings.method->name,
-                             row(settings.group).name, row(settings.encode).name, row(settings.proxy).name,
-                             row(settings.rule).name, row(settings.tail).name));
+    SCOPED_TRACE(fmt::format("{}: {}, group {}, encode {}, proxy {}, rule {}, target scope {}, tail {}", backend.name,
+                             settings.method->name, row(settings.group).name, row(settings.encode).name,
+                             row(settings.proxy).name, row(settings.rule).name, row(settings.target_scope).name,
+                             row(settings.tail).name));
     expect_runs_or_refused(context, settings);
   }
 }
@@ -213,6 +224,7 @@ TEST(Rows, BackendsHaveTheStagesOfTheirRows) {
         EXPECT_NE(backend->compensate, nullptr) << each.name;
       }
     }
+    EXPECT_EQ(can.target_scopes.has(TargetScope::sample), backend->solve != nullptr);
     // The defaults run everywhere.
     EXPECT_TRUE(lacks(*backend, Settings{}).empty());
     EXPECT_EQ(kDim % can.dim_multiple, 0);

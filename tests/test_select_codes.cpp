@@ -4,7 +4,7 @@
 
 #include "cases.h"
 #include "reference.h"
-#include "stages/select.h"
+#include "select_output.h"
 
 namespace scope::test {
 namespace {
@@ -63,47 +63,9 @@ struct Problem {
   }
 };
 
-// Outputs, weights and scratch between canaries, poisoned before the call.
-struct Output {
-  Guarded<int32_t> counts, top_p;
-  Guarded<int64_t> head_budget;
-  Guarded<double> rho_used, alpha_used;
-  Guarded<uint32_t> mask;
-  GuardedScratch weights, scratch;
-  KeepArgs args;
-
-  Output(const Exec& exec, const WeighArgs& problem, uint8_t poison = 0xff, int64_t short_of = 0)
-      : counts(problem.proxy.groups, poison),
-        top_p(problem.proxy.groups, poison),
-        head_budget(1, poison),
-        rho_used(1, poison),
-        alpha_used(1, poison),
-        mask(problem.proxy.groups * mask_words(problem.proxy.k.tokens), poison),
-        weights(backend().weights_bytes(exec, sizes_of(problem)) - short_of, poison),
-        scratch(backend().weigh_scratch(exec, sizes_of(problem)), poison) {
-    args.weighed = problem;
-    args.weighed.top_p = top_p.data();
-    args.weighed.weights = scratch_of(weights);
-    args.weighed.scratch = scratch_of(scratch);
-    args.counts = counts.data();
-    args.head_budget = head_budget.data();
-    args.rho_used = rho_used.data();
-    args.alpha_used = alpha_used.data();
-    args.mask = mask.data();
-  }
-  Output(const Exec& exec, const KeepArgs& problem) : Output(exec, problem.weighed) {}
-  double density() const {
-    const int32_t* sizes = args.weighed.sizes[0];
-    double kept = 0, queries = 0;
-    for (int64_t c = 0; c < counts.size(); ++c) kept += 1.0 * sizes[c] * counts[c], queries += sizes[c];
-    return kept / queries / static_cast<double>(args.weighed.proxy.count);
-  }
-  std::vector<uint8_t> all() const { return joined_bytes(counts, top_p, head_budget, rho_used, alpha_used, mask); }
-};
-
-struct Selection : Output {
+struct Selection : SelectOutput {
   Selection(const Exec& exec, const WeighArgs& problem, uint8_t poison = 0xff, int64_t short_of = 0)
-      : Output(exec, problem, poison, short_of) {
+      : SelectOutput(exec, problem, poison, short_of) {
     run_select(exec, {&args, 1});
   }
 };
@@ -284,7 +246,7 @@ TEST(SelectCodes, ChunkOfHeadsEqualsHeadsAlone) {
       if (backend().can.profiles) problem.alpha = 0.05 * h;
       heads.emplace_back().weighed = problem.args;
     }
-    expect_chunk_equals_heads<Output>(heads, run_select);
+    expect_chunk_equals_heads<SelectOutput>(heads, run_select);
   }
 }
 

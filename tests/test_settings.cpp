@@ -61,6 +61,7 @@ TEST(Settings, RefusesValuesOutsideTheirRange) {
                                                        {"k_block", "-1"},
                                                        {"target_density", "0"},
                                                        {"target_density", "1.1"},
+                                                       {"target_scope", "batch"},
                                                        {"similarity", "1.5"},
                                                        {"similarity", "nan"},
                                                        {"rule", "blocks"}};

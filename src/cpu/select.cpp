@@ -58,10 +58,12 @@ struct Histogram {
 
 // What weigh hands to keep, of one head.
 struct Weights {
+  double* alpha;          // [1] as used
   Histogram* histograms;  // [groups]
   int32_t* base;          // [groups] b_c
 
   Weights(Arena arena, int64_t groups, int64_t* bytes = nullptr) {
+    alpha = arena.take<double>(1);
     histograms = arena.take<Histogram>(groups);
     base = arena.take<int32_t>(groups);
     if (bytes != nullptr) *bytes = arena.used();
@@ -111,6 +113,18 @@ Form form_of(const WeighArgs& args) {
   fail(Status::internal, "rule: {} keeps whole codes", row(args.rule).name);
 }
 
+// The rho at which density_at(rho) is `goal`.
+template <class DensityAt>
+double solve_rho(double goal, const DensityAt& density_at) {
+  if (goal >= 1.0) return 1.0;
+  double low = 0, high = 1;
+  for (int i = 0; i < 40; ++i) {
+    const double middle = 0.5 * (low + high);
+    (density_at(middle) < goal ? low : high) = middle;
+  }
+  return std::clamp(0.5 * (low + high), 1e-9, 1.0 - 1e-12);
+}
+
 // One head.
 class KeySelector {
  public:
@@ -121,13 +135,13 @@ class KeySelector {
         groups_(args.proxy.groups),
         n_(args.proxy.count),
         form_(form_of(args)),
-        alpha_(lowered_alpha(args, head, form_.goal)),
         sizes_(args.sizes[head]),
         top_p_(args.top_p[head]),
         weights_(weights_of(args, head, Weights::bytes(args.proxy.groups)), args.proxy.groups),
         at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.count, args.proxy.k.dim) {}
 
   void weigh() {
+    *weights_.alpha = lowered_alpha(args_, head_, form_.goal);
     std::fill_n(top_p_, groups_, 0);
     if (!form_.by_mass) return;
     std::fill_n(weights_.base, groups_, 0);
@@ -140,13 +154,13 @@ class KeySelector {
   void keep(const KeepArgs& out) {
     double rho = args_.rho;
     if (form_.goal > 0) {
-      rho = solve_rho();
+      rho = out.rho != nullptr ? *out.rho : solve_rho(form_.goal, [&](double at) { return density_of(kept_at(at), n_); });
       each_row([&](int64_t c, const float* row, int thread) { top_p_[c] = top_p_count(c, row, rho, thread); });
     }
     int32_t* counts = out.counts[head_];
     *out.head_budget[head_] = set_counts(counts);
     *out.rho_used[head_] = rho;
-    *out.alpha_used[head_] = alpha_;
+    *out.alpha_used[head_] = *weights_.alpha;
     for (int64_t c = 0; c < groups_; ++c) {
       if (sizes_[c] == 0) counts[c] = top_p_[c] = 0;
     }
@@ -154,6 +168,29 @@ class KeySelector {
     const int64_t words = mask_words(args_.proxy.k.tokens);
     std::fill_n(mask, groups_ * words, 0u);
     each_row([&](int64_t c, const float* row, int thread) { emit(c, row, counts[c], mask + c * words, thread); });
+  }
+
+  // What the rule would keep at rho, from the histograms alone (linear inside a bin).
+  Kept kept_at(double rho) {
+    const auto floor = static_cast<int32_t>(std::max<int64_t>(1, ceil_share(floor_share_of_keys(), n_)));
+    for (int64_t c = 0; c < groups_; ++c) {
+      if (sizes_[c] == 0) continue;
+      const Histogram& h = weights_.histograms[c];
+      const double goal = rho * h.total();
+      const int64_t b = h.crossing(goal);
+      const double before = b == 0 ? 0.0 : h.mass[b - 1], inside = h.mass[b] - before;
+      const double part = inside > 0 ? std::clamp((goal - before) / inside, 0.0, 1.0) : 1.0;
+      const double count = (b == 0 ? 0 : h.count[b - 1]) + part * h.keys_in(b);
+      weights_.base[c] = std::max(static_cast<int32_t>(std::ceil(count)), floor);
+    }
+    const int32_t budget = budget_of_base();
+    Kept kept;
+    for (int64_t c = 0; c < groups_; ++c) {
+      if (sizes_[c] == 0) continue;
+      kept.pairs += static_cast<double>(sizes_[c]) * std::max(weights_.base[c], budget);
+      kept.queries += sizes_[c];
+    }
+    return kept;
   }
 
  private:
@@ -240,42 +277,9 @@ class KeySelector {
     return budget;
   }
 
-  double floor_share_of_keys() const { return row(args_.rule).floor > 0 ? alpha_ : 0.0; }
+  double floor_share_of_keys() const { return row(args_.rule).floor > 0 ? *weights_.alpha : 0.0; }
   int32_t budget_of_base() const {
     return form_.budget ? static_cast<int32_t>(head_budget(sizes_, weights_.base, groups_)) : 0;
-  }
-
-  // Share of keys that the rule would keep at rho, from the histograms alone (linear inside a bin).
-  double density_at(double rho) {
-    const auto floor = static_cast<int32_t>(std::max<int64_t>(1, ceil_share(floor_share_of_keys(), n_)));
-    for (int64_t c = 0; c < groups_; ++c) {
-      if (sizes_[c] == 0) continue;
-      const Histogram& h = weights_.histograms[c];
-      const double goal = rho * h.total();
-      const int64_t b = h.crossing(goal);
-      const double before = b == 0 ? 0.0 : h.mass[b - 1], inside = h.mass[b] - before;
-      const double part = inside > 0 ? std::clamp((goal - before) / inside, 0.0, 1.0) : 1.0;
-      const double count = (b == 0 ? 0 : h.count[b - 1]) + part * h.keys_in(b);
-      weights_.base[c] = std::max(static_cast<int32_t>(std::ceil(count)), floor);
-    }
-    const int32_t budget = budget_of_base();
-    double kept = 0, queries = 0;
-    for (int64_t c = 0; c < groups_; ++c) {
-      if (sizes_[c] == 0) continue;
-      kept += static_cast<double>(sizes_[c]) * std::max(weights_.base[c], budget);
-      queries += sizes_[c];
-    }
-    return kept / queries / static_cast<double>(n_);
-  }
-
-  double solve_rho() {
-    if (form_.goal >= 1.0) return 1.0;
-    double low = 0, high = 1;
-    for (int i = 0; i < 40; ++i) {
-      const double middle = 0.5 * (low + high);
-      (density_at(middle) < form_.goal ? low : high) = middle;
-    }
-    return std::clamp(0.5 * (low + high), 1e-9, 1.0 - 1e-12);
   }
 
   // The `keep` keys with the highest scores, equal scores in ascending index.
@@ -306,7 +310,6 @@ class KeySelector {
   const WeighArgs& args_;
   int64_t head_, groups_, n_;
   Form form_;
-  double alpha_;  // as used
   const int32_t* sizes_;
   int32_t* top_p_;
   Weights weights_;
@@ -336,6 +339,20 @@ void weigh(const Exec& exec, const WeighArgs& args) {
       KeySelector(exec, args, h).weigh();
     }
   }
+}
+
+int64_t solve_scratch(const Exec&, const Sizes& sizes) { return SampleKept::bytes(sizes.heads); }
+
+void solve(const Exec& exec, const SolveArgs& args) {
+  const WeighArgs& weighed = args.weighed;
+  if (row(weighed.rule).whole_codes) {
+    *args.rho = solve_codes(exec, args);
+    return;
+  }
+  const SampleKept kept(args);
+  *args.rho = solve_rho(form_of(weighed).goal, [&](double rho) {
+    return kept.density(exec, [&](int64_t head) { return KeySelector(exec, weighed, head).kept_at(rho); });
+  });
 }
 
 void keep(const Exec& exec, const KeepArgs& args) {

@@ -16,6 +16,7 @@ namespace {
 
 // What weigh hands to keep, of one head.
 struct Weights {
+  double* alpha;       // [1] as used
   int32_t* sizes;      // [codes] keys of each code
   int32_t* tokens;     // [count] the keys' tokens, by code
   int64_t* offsets;    // [codes + 1] where each code starts there
@@ -25,6 +26,7 @@ struct Weights {
   double* mass;        // [groups, codes] share of the weight up to and with each by weight; 0 for those that all keep
 
   Weights(Arena arena, int64_t count, int64_t groups, int64_t codes, int64_t* bytes = nullptr) {
+    alpha = arena.take<double>(1);
     sizes = arena.take<int32_t>(codes);
     tokens = arena.take<int32_t>(count);
     offsets = arena.take<int64_t>(codes + 1);
@@ -90,7 +92,6 @@ class CodeSelector {
         groups_(args.proxy.groups),
         codes_(args.proxy.codes),
         blocks_(row(args.rule).similarity),
-        alpha_(lowered_alpha(args, head, args.target)),
         sizes_(args.sizes[head]),
         q_similarity_(args.q_similarity[head]),
         k_similarity_(args.k_similarity[head]),
@@ -101,6 +102,7 @@ class CodeSelector {
   }
 
   void weigh() {
+    *ranks_.alpha = lowered_alpha(args_, head_, args_.target);
     const Proxy& proxy = args_.proxy;
     sort_by_label(proxy.labels[head_], proxy.count, codes_, ranks_.sizes, ranks_.tokens, ranks_.offsets);
     for (int64_t i = 0; i < proxy.count; ++i) ranks_.tokens[i] = proxy.rows[ranks_.tokens[i]];
@@ -110,16 +112,30 @@ class CodeSelector {
 
   void keep(const KeepArgs& out) {
     const int64_t words = mask_words(args_.proxy.k.tokens);
-    const double bound = args_.target > 0 ? solve() : given();
+    const double bound = args_.target == 0 ? given() : out.rho != nullptr ? *out.rho : solve();
     *out.head_budget[head_] = 0;
     *out.rho_used[head_] = args_.target > 0 ? bound : args_.rho;
-    *out.alpha_used[head_] = alpha_;
+    *out.alpha_used[head_] = *ranks_.alpha;
     int32_t* counts = out.counts[head_];
     uint32_t* mask = out.mask[head_];
     std::fill_n(counts, groups_, 0);
     std::fill_n(mask, groups_ * words, 0u);
     each_group([&](int64_t c, int) { counts[c] = emit(c, codes_kept(c, bound), mask + c * words); });
   }
+
+  // When the rule compares with `bound`.
+  Kept kept_at(double bound) const {
+    Kept kept;
+    for (int64_t c = 0; c < groups_; ++c) {
+      if (sizes_[c] == 0) continue;
+      kept.pairs += static_cast<double>(sizes_[c]) * ranks_.kept_keys[c * codes_ + codes_kept(c, bound) - 1];
+      kept.queries += sizes_[c];
+    }
+    return kept;
+  }
+
+  // A share of codes is one of whole codes, at least 1.
+  double settled(double bound) const { return by_count() ? share(std::max<int64_t>(1, whole_codes(bound))) : bound; }
 
  private:
   template <class Body>
@@ -189,7 +205,7 @@ class CodeSelector {
     }
   }
 
-  int64_t guaranteed() const { return std::max<int64_t>(1, floor_share(alpha_, codes_)); }
+  int64_t guaranteed() const { return std::max<int64_t>(1, floor_share(*ranks_.alpha, codes_)); }
 
   // The guaranteed codes stay first, in any order: all of them are kept.
   void rank_by_error(int64_t c, double* weights, uint64_t* room) {
@@ -213,10 +229,10 @@ class CodeSelector {
     int64_t kept = 0;
     switch (args_.rule) {
       case Rule::clusters:
-        kept = std::max(within + 1, floor_share(alpha_, codes_));
+        kept = std::max(within + 1, floor_share(*ranks_.alpha, codes_));
         break;
       case Rule::error_aware: {
-        const int64_t by_weight = std::max(within + 1, floor_share(2 * alpha_, codes_));
+        const int64_t by_weight = std::max(within + 1, floor_share(2 * *ranks_.alpha, codes_));
         const int32_t budget = ranks_.keys[c * codes_ + std::min(by_weight, codes_) - 1];
         const int32_t* keys = ranks_.kept_keys + c * codes_;
         kept = std::max(guaranteed(), std::lower_bound(keys, keys + codes_, budget) - keys + 1);
@@ -239,7 +255,7 @@ class CodeSelector {
   }
 
   // Of `kept` codes per group.
-  double density_of(const int32_t* kept) const {
+  double density_with(const int32_t* kept) const {
     double keys = 0, queries = 0;
     for (int64_t c = 0; c < groups_; ++c) {
       if (sizes_[c] == 0) continue;
@@ -257,7 +273,7 @@ class CodeSelector {
     int32_t* at_middle = at_high + groups_;
     const auto try_bound = [&](double bound, int32_t* kept) {
       for (int64_t c = 0; c < groups_; ++c) kept[c] = sizes_[c] == 0 ? 0 : static_cast<int32_t>(codes_kept(c, bound));
-      return density_of(kept);
+      return density_with(kept);
     };
     double low = 0, high = 1;
     if (try_bound(low, at_low) >= args_.target) return low;
@@ -267,12 +283,12 @@ class CodeSelector {
       for (int64_t c = 0; c < groups_; ++c) {
         at_middle[c] = at_low[c] == at_high[c] ? at_low[c] : static_cast<int32_t>(codes_kept(c, middle));
       }
-      const bool less = density_of(at_middle) < args_.target;
+      const bool less = density_with(at_middle) < args_.target;
       (less ? low : high) = middle;
       std::swap(less ? at_low : at_high, at_middle);
     }
-    const double bound = args_.target - density_of(at_low) < density_of(at_high) - args_.target ? low : high;
-    return by_count() ? share(std::max<int64_t>(1, whole_codes(bound))) : bound;
+    const double bound = args_.target - density_with(at_low) < density_with(at_high) - args_.target ? low : high;
+    return settled(bound);
   }
 
   // The keys of the first `kept` codes; returns how many.
@@ -288,7 +304,6 @@ class CodeSelector {
   const WeighArgs& args_;
   int64_t head_, groups_, codes_, always_ = 0;
   bool blocks_;
-  double alpha_;  // as used
   const int32_t* sizes_;
   const float *q_similarity_, *k_similarity_;
   Weights ranks_;
@@ -307,6 +322,23 @@ int64_t weigh_codes_scratch(const Exec& exec, int64_t groups, int64_t codes) {
   int64_t bytes = 0;
   Layout(Arena(), exec, groups, codes, &bytes);
   return bytes;
+}
+
+// The bound whose density over all heads is nearest to the target; 0 if even that keeps more.
+double solve_codes(const Exec& exec, const SolveArgs& args) {
+  const double target = args.weighed.target;
+  const SampleKept kept(args);
+  const auto density_at = [&](double bound) {
+    return kept.density(exec, [&](int64_t head) { return CodeSelector(exec, args.weighed, head).kept_at(bound); });
+  };
+  double low = 0, high = 1, at_low = density_at(low), at_high = 1;
+  if (at_low >= target) return low;
+  for (int i = 0; i < 60; ++i) {
+    const double middle = 0.5 * (low + high), density = density_at(middle);
+    (density < target ? low : high) = middle;
+    (density < target ? at_low : at_high) = density;
+  }
+  return CodeSelector(exec, args.weighed, 0).settled(target - at_low < at_high - target ? low : high);
 }
 
 void weigh_codes(const Exec& exec, const WeighArgs& args, int64_t head) { CodeSelector(exec, args, head).weigh(); }

@@ -138,7 +138,7 @@ const char* arithmetic(const Exec&, DType dtype) { return dtype_name(dtype); }
 
 // As few chunks as fit the limit, and these of equal size.
 int64_t chunk(int64_t heads, int64_t limit, const std::function<int64_t(int64_t)>& bytes) {
-  require(bytes(1) <= limit, Status::invalid_argument, "workspace_limit: got {} MiB, one head needs {} MiB", limit >> 20,
+  require(bytes(1) <= limit, Status::invalid_argument, "workspace_limit: got {} MiB, the least is {} MiB", limit >> 20,
           ceil_div(bytes(1), 1 << 20));
   int64_t fits = 1, most = heads;  // more heads never need less
   while (fits < most) {
@@ -201,6 +201,7 @@ constexpr Backend kCuda = {
             .proxies = {ProxyKind::codes, ProxyKind::exact},
             .rules = {Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target, Rule::clusters, Rule::blocks_topk,
                       Rule::blocks_cdf},
+            .target_scopes = {TargetScope::head, TargetScope::sample},
             .tails = {Tail::none, Tail::first_order}},
     .open = open,
     .present = present,
@@ -219,6 +220,8 @@ constexpr Backend kCuda = {
     .compensate = nullptr,
     .compensate_scratch = nullptr,
     .weigh = weigh,
+    .solve = solve,
+    .solve_scratch = solve_scratch,
     .keep = keep,
     .weights_bytes = weights_bytes,
     .weigh_scratch = weigh_scratch,

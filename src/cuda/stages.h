@@ -17,6 +17,8 @@ void encode(const Exec& exec, const EncodeArgs& args);
 int64_t encode_scratch(const Exec& exec, const Sizes& sizes);
 void score(const Exec& exec, const ScoreArgs& args);
 void weigh(const Exec& exec, const WeighArgs& args);
+void solve(const Exec& exec, const SolveArgs& args);
+int64_t solve_scratch(const Exec& exec, const Sizes& sizes);
 void keep(const Exec& exec, const KeepArgs& args);
 int64_t weights_bytes(const Exec& exec, const Sizes& sizes);
 int64_t weigh_scratch(const Exec& exec, const Sizes& sizes);

@@ -194,18 +194,21 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.profile_high = share("profile_high", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.profile_high); }},
       {"density", "select", "(0, 1]",
-       "share of keys or blocks that is kept, where `rule` says so: by every group, or on average in each head (target)",
+       "share of keys or blocks that is kept, where `rule` says so: by every group, or on average (target)",
        [](Settings& s, std::string_view t) { s.density = share("density", t, false, "a share in (0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.density); }},
       {"target_density", "select", "none | (0, 1]",
-       "density that each head is to meet, whatever the rule: what the rule compares with is solved in the call, and a "
-       "larger "
-       "alpha lowered to " +
+       "density that the call is to meet, whatever the rule: what the rule compares with is solved in the call, and a "
+       "larger alpha lowered to " +
            floors(),
        [](Settings& s, std::string_view t) {
          s.target_density = t == "none" ? 0.0 : share("target_density", t, false, "none or a share in (0, 1]");
        },
        [](const Settings& s) { return s.target_density == 0 ? "none" : fmt::format("{}", s.target_density); }},
+      {"target_scope", "select", names(target_scope_rows()),
+       "what meets target_density, or density under rule target. " + help_of(target_scope_rows()),
+       [](Settings& s, std::string_view t) { s.target_scope = choice("target_scope", t, target_scope_rows()); },
+       [](const Settings& s) { return std::string(row(s.target_scope).name); }},
       {"similarity", "select", "[-1, 1]",
        fmt::format("mean cosine within a block above which it is similar; others are kept whole ({})",
                    names_where(rule_rows(), [](const RuleRow& each) { return each.similarity; })),

@@ -44,6 +44,7 @@ struct Settings {
   double profile_low = 0, profile_high = 1;
   double density = 0.2;
   double target_density = 0;  // 0: none
+  TargetScope target_scope = TargetScope::head;
   double similarity = -0.1;
   Tail tail = Tail::none;
   double tail_weight = 0.65;  // of what tail mean mixes in

@@ -67,20 +67,26 @@ class Call {
       }
       const bool selects = sparse() && s.can_select();
       selected = selected || selects;
-      for (int64_t h = 0; h < shape_.heads; h += plan_.chunk) {
-        const Chunk chunk{h, std::min(plan_.chunk, shape_.heads - h)};
-        if (clusters && s.can_select()) cluster(s, chunk, start);
+      const bool together = selects && plan_.solves_sample();
+      if (together) solve(s, start);
+      each_chunk(together, [&](const Frame& frame, Chunk chunk) {
+        if (clusters && s.can_select() && !together) cluster(frame, s, chunk, start);
         if (selects) {
-          select(s, chunk, start.slot);
-          AttendArgs args = attend_args(frame_, s, chunk);
-          add_tail(frame_, start.slot, args);
+          if (together) {
+            frame.mark(Moment::select);
+          } else {
+            weigh(frame, s, chunk, start.slot);
+          }
+          keep(frame, s, chunk, start.slot);
+          AttendArgs args = attend_args(frame, s, chunk);
+          add_tail(frame, start.slot, args);
           attend(args);
         } else {
-          frame_.mark(Moment::other);
-          write_dense(frame_, s, chunk, !sparse());
-          attend(attend_dense_args(frame_, s, chunk));
+          frame.mark(Moment::other);
+          write_dense(frame, s, chunk, !sparse());
+          attend(attend_dense_args(frame, s, chunk));
         }
-      }
+      });
       frame_.mark(Moment::other);
       if (!selects) backend_.finish(exec_, finish_dense_args(frame_, s));
       if (clusters && s.can_select()) close_state(frame_, s, start);
@@ -145,43 +151,71 @@ class Call {
     return s;
   }
 
+  // body(frame, chunk) for all heads of a sample. `together`: they wait for one another, each with a place of its own.
+  template <class Body>
+  void each_chunk(bool together, const Body& body) {
+    for (int64_t h = 0; h < shape_.heads; h += plan_.chunk) {
+      const Chunk chunk{h, std::min(plan_.chunk, shape_.heads - h)};
+      if (!together) {
+        body(frame_, chunk);
+        continue;
+      }
+      Frame frame = frame_;
+      frame.at = plan_.layout(args_.workspace, args_.workspace_bytes, h);
+      body(frame, chunk);
+    }
+  }
+
+  // One rho for the whole sample, from what all its heads weigh.
+  void solve(const Sample& s, const Start& start) {
+    each_chunk(true, [&](const Frame& frame, Chunk chunk) {
+      cluster(frame, s, chunk, start);
+      weigh(frame, s, chunk, start.slot);
+    });
+    backend_.solve(exec_, solve_args(frame_, s, start.slot));
+  }
+
   // group and encode, from the state and back into it.
-  void cluster(const Sample& s, Chunk chunk, const Start& start) {
+  void cluster(const Frame& frame, const Sample& s, Chunk chunk, const Start& start) {
     if (start.reused) {
-      frame_.mark(Moment::group);
-      return reuse_clusters(frame_, s, chunk, start.slot);
+      frame.mark(Moment::group);
+      return reuse_clusters(frame, s, chunk, start.slot);
     }
     stats_.iterations = iterations_of(settings_, start);
-    frame_.mark(Moment::other);
-    if (start.warm) load_clusters(frame_, s, chunk, start.slot);
-    const GroupArgs queries = group_args(frame_, s, chunk, start);
-    const EncodeArgs keys = encode_args(frame_, s, chunk, start);
-    frame_.mark(Moment::group);
+    frame.mark(Moment::other);
+    if (start.warm) load_clusters(frame, s, chunk, start.slot);
+    const GroupArgs queries = group_args(frame, s, chunk, start);
+    const EncodeArgs keys = encode_args(frame, s, chunk, start);
+    frame.mark(Moment::group);
     if (row(settings_.group).with_keys) {
       backend_.cocluster(exec_, {queries, keys});
     } else {
       backend_.group(exec_, queries);
-      frame_.mark(Moment::encode);
+      frame.mark(Moment::encode);
       if (keys.codes > 0) backend_.encode(exec_, keys);
     }
-    frame_.mark(Moment::other);
-    if (args_.state != nullptr) save_clusters(frame_, s, chunk, start.slot);
+    frame.mark(Moment::other);
+    if (args_.state != nullptr) save_clusters(frame, s, chunk, start.slot);
   }
 
-  // score, select and tail: which keys each group keeps, and what stands for the others.
-  void select(const Sample& s, Chunk chunk, const StateSlot& slot) {
-    frame_.mark(Moment::score);
-    if (row(settings_.proxy).codes) backend_.score(exec_, score_args(frame_, chunk, slot));
-    frame_.mark(Moment::select);
-    if (plan_.compensates()) backend_.compensate(exec_, compensate_args(frame_, s, chunk, slot));
+  // score, and what select must know of every row before anything is kept.
+  void weigh(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot) {
+    frame.mark(Moment::score);
+    if (row(settings_.proxy).codes) backend_.score(exec_, score_args(frame, chunk, slot));
+    frame.mark(Moment::select);
+    if (plan_.compensates()) backend_.compensate(exec_, compensate_args(frame, s, chunk, slot));
     const double alpha = least_share(settings_, args_.place, chunk.first);  // with a profile, a chunk is one head
-    const WeighArgs weighed = weigh_args(frame_, s, chunk, slot, &alpha);
-    backend_.weigh(exec_, weighed);
-    backend_.keep(exec_, keep_args(frame_, s, chunk, weighed));
-    if (settings_.tail != Tail::none) backend_.tail(exec_, tail_args(frame_, s, chunk, slot));
-    frame_.mark(Moment::other);
-    backend_.finish(exec_, finish_args(frame_, s, chunk, slot));
-    write_selection(frame_, s, chunk, slot);
+    backend_.weigh(exec_, weigh_args(frame, s, chunk, slot, &alpha));
+  }
+
+  // select and tail: which keys each group keeps, and what stands for the others.
+  void keep(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot) {
+    const double alpha = least_share(settings_, args_.place, chunk.first);
+    backend_.keep(exec_, keep_args(frame, s, chunk, weigh_args(frame, s, chunk, slot, &alpha)));
+    if (settings_.tail != Tail::none) backend_.tail(exec_, tail_args(frame, s, chunk, slot));
+    frame.mark(Moment::other);
+    backend_.finish(exec_, finish_args(frame, s, chunk, slot));
+    write_selection(frame, s, chunk, slot);
   }
 
   void attend(const AttendArgs& args) {

@@ -62,6 +62,7 @@ void Plan::check_backend() const {
   has("encode", can.encodings, settings.encode);
   has("proxy", can.proxies, settings.proxy);
   has("rule", can.rules, settings.rule);
+  has("target_scope", can.target_scopes, settings.target_scope);
   has("tail", can.tails, settings.tail);
   require(settings.profile == nullptr || can.profiles, Status::unsupported, "profile: {} takes none", name);
   if (rule().whole_codes) fits("codes", codes, can.most_whole_codes);
@@ -170,8 +171,15 @@ Sizes Plan::sizes(int64_t heads) const {
                                       : 0};
 }
 
-Workspace Plan::cut(Arena& arena, int64_t n) const {
+Workspace Plan::cut(Arena& arena, int64_t n, int64_t first) const {
   const int64_t words = mask_words(shape.k_tokens), dim = shape.dim;
+  // What weigh leaves to keep, of all heads where these wait for one another.
+  const int64_t kept = solves_sample() ? shape.heads : n, before = solves_sample() ? first : 0;
+  const auto take = [&](auto*& array, int64_t each) {
+    checked_mul(kept, each * 64, "workspace bytes");  // 8 for an element, and as many such arrays
+    array = arena.take<std::remove_reference_t<decltype(*array)>>(kept * each);
+    if (array != nullptr) array += before * each;
+  };
   Workspace at{};
   at.report = arena.take<std::byte>(report_bytes);
   at.all_queries = arena.take<int64_t>(2);
@@ -180,32 +188,32 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
   at.valid = arena.take<uint32_t>(words);
   at.keep = arena.take<uint32_t>(words);
   at.queries = arena.take<uint32_t>(mask_words(shape.q_tokens));
-  at.labels = arena.take<int32_t>(n * shape.q_tokens);
-  at.sizes = arena.take<int32_t>(n * (groups + 1));
+  take(at.labels, shape.q_tokens);
+  take(at.sizes, groups + 1);
   at.counts = arena.take<int32_t>(n * (groups + 1));
   at.top_p = arena.take<int32_t>(n * (groups + 1));
-  at.order = arena.take<int32_t>(n * shape.q_tokens);
-  at.offsets = arena.take<int64_t>(n * (groups + 2));
-  at.centroids = arena.take<float>(n * groups * dim);
-  at.codebooks = arena.take<float>(n * codes * dim);
-  at.codes = arena.take<int32_t>(n * subspaces() * shape.k_tokens);
-  at.empty = arena.take<int64_t>(n * subspaces());
-  at.tables = arena.take<float>(n * groups * subspaces() * codes);
+  take(at.order, shape.q_tokens);
+  take(at.offsets, groups + 2);
+  take(at.centroids, groups * dim);
+  take(at.codebooks, codes * dim);
+  take(at.codes, subspaces() * shape.k_tokens);
+  take(at.empty, subspaces());
+  take(at.tables, groups * subspaces() * codes);
   at.mask = arena.take<uint32_t>(n * (groups + 1) * words);
   const Sizes all = sizes(n);
   at.scratch.bytes = backend->attend_scratch(exec, all);
   if (!settings.dense) {
     if (rule().similarity) {
-      at.q_similarity = arena.take<float>(n * groups);
-      at.k_similarity = arena.take<float>(n * codes);
+      take(at.q_similarity, groups);
+      take(at.k_similarity, codes);
     }
     if (tail().per_group) at.tail_k = arena.take<float>(n * groups * dim);
-    at.tail_v = arena.take<float>(n * tail_values() * dim);
-    at.tail_bias = arena.take<float>(n * tail_values());
+    take(at.tail_v, tail_values() * dim);  // of codes: made before the weights
+    take(at.tail_bias, tail_values());
     at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(all.extra));
     if (tail().mixes) at.tail_share = arena.take<float>(n * (groups + 1));
     if (rule().errors) at.errors = arena.take<float>(n * groups * codes);
-    at.weights.bytes = round_up(backend->weights_bytes(exec, all), Arena::kAlignment);
+    at.weights.bytes = checked_mul(kept, backend->weights_bytes(exec, sizes(1)), "workspace bytes");
     const auto room = [&](auto scratch) { at.scratch.bytes = std::max(at.scratch.bytes, scratch(exec, all)); };
     if (row(settings.group).with_keys) {
       room(backend->cocluster_scratch);
@@ -214,17 +222,29 @@ Workspace Plan::cut(Arena& arena, int64_t n) const {
       room(backend->encode_scratch);
     }
     if (compensates()) room(backend->compensate_scratch);
-    room([&](const Exec&, const Sizes&) { return at.weights.bytes + backend->weigh_scratch(exec, all); });
+    if (solves_sample()) {
+      at.rho = arena.take<double>(1);
+      at.weights.data = arena.take<std::byte>(at.weights.bytes);
+      room(backend->weigh_scratch);
+      at.scratch.bytes = std::max(at.scratch.bytes, backend->solve_scratch(exec, sizes(kept)));
+    } else {
+      room([&](const Exec&, const Sizes&) { return at.weights.bytes + backend->weigh_scratch(exec, all); });
+    }
     room(backend->tail_scratch);
     if (reuses()) at.scratch.bytes = std::max(at.scratch.bytes, n * codes * 4);
   }
   std::byte* scratch = arena.take<std::byte>(at.scratch.bytes);  // null while bytes are counted
-  at.scratch.data = at.weights.data = scratch;
-  at.beside_weights = {scratch == nullptr ? nullptr : scratch + at.weights.bytes, at.scratch.bytes - at.weights.bytes};
+  at.scratch.data = scratch;
+  if (solves_sample()) {
+    at.beside_weights = at.scratch;
+  } else {
+    at.weights.data = scratch;
+    at.beside_weights = {scratch == nullptr ? nullptr : scratch + at.weights.bytes, at.scratch.bytes - at.weights.bytes};
+  }
   return at;
 }
 
-Workspace Plan::layout(void* memory, int64_t bytes) const {
+Workspace Plan::layout(void* memory, int64_t bytes, int64_t first) const {
   require(bytes >= workspace_bytes, Status::workspace, "workspace_bytes: got {}, this plan needs {}", bytes,
           workspace_bytes);
   require(memory != nullptr, Status::invalid_argument, "workspace: got null, expected {} bytes", workspace_bytes);
@@ -232,7 +252,7 @@ Workspace Plan::layout(void* memory, int64_t bytes) const {
   const auto shift = static_cast<int64_t>(round_up(static_cast<int64_t>(address % Arena::kAlignment), Arena::kAlignment)) -
                      static_cast<int64_t>(address % Arena::kAlignment);
   Arena arena(static_cast<std::byte*>(memory) + shift, bytes - shift);
-  return cut(arena, chunk);
+  return cut(arena, chunk, first);
 }
 
 }  // namespace scope

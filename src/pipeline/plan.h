@@ -49,7 +49,8 @@ struct Shape {
 };
 
 // Pointers into the workspace of one call, for `chunk` heads at a time; shapes are those of one head, and the heads of a
-// chunk lie one after the other.
+// chunk lie one after the other. Where one rho is solved for a sample, what its heads must keep until then has room for all
+// of them, and this points to those of one chunk.
 struct Workspace {
   void* report;                        // of the call: see ReportLayout
   int64_t* all_queries;                // [2] 0, valid queries: one group of them all
@@ -71,8 +72,9 @@ struct Workspace {
   float* tail_share;                // [groups + 1], and tail_v [groups + 1, dim], where the tail mixes
   uint32_t* tail_mask;              // [groups + 1, mask_words(groups, or codes of the sample)]
   float* errors;                    // [groups, codes]; rules that need them only
+  double* rho;                      // [1] of the sample, where one is solved for it
   Scratch scratch;                  // of the chunk, for each stage in turn
-  Scratch weights, beside_weights;  // the same memory while weigh hands over to keep
+  Scratch weights, beside_weights;  // the same memory while weigh hands over to keep; of all heads: weights have their own
 };
 
 // What a call found, in memory of its backend: a status word, then [batch, heads] HeadStats at a multiple of 16.
@@ -111,11 +113,17 @@ struct Plan {
   int64_t tail_values() const {
     return std::max(compensates() ? codes : 0, tail().mixes ? groups + 1 : tail().per_group ? groups : 0);
   }
+  // One rho is solved for all heads of a sample.
+  bool solves_sample() const {
+    return !settings.dense && settings.target_scope == TargetScope::sample &&
+           (settings.target_density > 0 || rule().meets == Meets::by_rho);
+  }
   bool needs_v() const { return settings.dense || settings.tail != Tail::none || compensates(); }
   bool reuses() const { return !settings.dense && settings.reuse_interval > 1; }  // its states hold labels and codes too
   int64_t subspaces() const { return static_cast<int64_t>(partition.size()); }
   const char* kernel() const { return backend->kernel(exec); }
-  Workspace layout(void* memory, int64_t bytes) const;
+  // As the chunk that begins at head `first` sees it.
+  Workspace layout(void* memory, int64_t bytes, int64_t first = 0) const;
 
  private:
   void check_backend() const;
@@ -125,7 +133,7 @@ struct Plan {
   void check_reuse() const;
   void check_profile() const;
   Sizes sizes(int64_t heads) const;
-  Workspace cut(Arena& arena, int64_t heads) const;
+  Workspace cut(Arena& arena, int64_t heads, int64_t first = 0) const;
 };
 
 // Makes a plan's device current while it lives; nothing on the CPU.

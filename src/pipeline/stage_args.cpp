@@ -145,6 +145,32 @@ CompensateArgs compensate_args(const Frame& f, const Sample& s, Chunk chunk, con
           .scratch = f.at.scratch};
 }
 
+namespace {
+
+// The weights of a chunk's heads. Those of a sample lie one after the other, as far apart as its own sizes ask for.
+Scratch weights(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
+  if (!f.plan.solves_sample()) return f.at.weights;
+  const int64_t before = f.backend.weights_bytes(f.exec, {.heads = chunk.first,
+                                                          .k_tokens = s.tokens.keys,
+                                                          .dim = f.plan.shape.dim,
+                                                          .groups = slot.groups,
+                                                          .codes = slot.codes,
+                                                          .whole_codes = f.plan.rule().whole_codes});
+  return {static_cast<std::byte*>(f.at.weights.data) + before, f.at.weights.bytes - before};
+}
+
+// What the least shares of a sample's heads have as their mean.
+double mean_alpha(const Frame& f) {
+  const Settings& settings = f.plan.settings;
+  if (!f.plan.solves_sample()) return 0;
+  if (settings.profile == nullptr) return settings.alpha;
+  double sum = 0;
+  for (int64_t h = 0; h < f.plan.shape.heads; ++h) sum += least_share(settings, f.args.place, h);
+  return sum / static_cast<double>(f.plan.shape.heads);
+}
+
+}  // namespace
+
 WeighArgs weigh_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot, const double* alpha) {
   const Settings& settings = f.plan.settings;
   return {.heads = chunk.count,
@@ -155,18 +181,28 @@ WeighArgs weigh_args(const Frame& f, const Sample& s, Chunk chunk, const StateSl
           .alpha = settings.profile == nullptr ? f.plan.alphas.data() : alpha,
           .density = settings.density,
           .target = settings.target_density,
+          .mean_alpha = mean_alpha(f),
           .q_similarity = {f.at.q_similarity, f.plan.groups},
           .k_similarity = {f.at.k_similarity, f.plan.codes},
           .similar = settings.similarity,
           .errors = errors(f),
           .top_p = {f.at.top_p, f.plan.groups + 1},
-          .weights = f.at.weights,
+          .weights = weights(f, s, chunk, slot),
           .scratch = f.at.beside_weights};
+}
+
+SolveArgs solve_args(const Frame& f, const Sample& s, const StateSlot& slot) {
+  SolveArgs solve{
+      .weighed = weigh_args(f, s, {0, f.plan.shape.heads}, slot, nullptr), .rho = f.at.rho, .scratch = f.at.scratch};
+  solve.weighed.top_p = {};  // a chunk's, like the scratch
+  solve.weighed.scratch = {};
+  return solve;
 }
 
 KeepArgs keep_args(const Frame& f, const Sample& s, Chunk chunk, const WeighArgs& weighed) {
   HeadStats* first = report(f, s, chunk);
   return {.weighed = weighed,
+          .rho = f.at.rho,
           .counts = {f.at.counts, f.plan.groups + 1},
           .head_budget = field(&first->head_budget),
           .rho_used = field(&first->rho),

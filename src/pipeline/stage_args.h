@@ -16,6 +16,8 @@ ScoreArgs score_args(const Frame& frame, Chunk chunk, const StateSlot& slot);
 CompensateArgs compensate_args(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot);
 // alpha: [1], for a head that has a floor of its own.
 WeighArgs weigh_args(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot, const double* alpha);
+// Of the sample; the frame is its first chunk's.
+SolveArgs solve_args(const Frame& frame, const Sample& s, const StateSlot& slot);
 KeepArgs keep_args(const Frame& frame, const Sample& s, Chunk chunk, const WeighArgs& weighed);
 TailArgs tail_args(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot);
 FinishArgs finish_args(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot);

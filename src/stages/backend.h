@@ -48,6 +48,7 @@ struct Capabilities {
   Choices<Encoding> encodings;
   Choices<ProxyKind> proxies;
   Choices<Rule> rules;
+  Choices<TargetScope> target_scopes;
   Choices<Tail> tails;
 };
 
@@ -95,8 +96,10 @@ struct Backend {
   void (*compensate)(const Exec&, const CompensateArgs&);  // null where `can` has neither error_aware nor centroids
   int64_t (*compensate_scratch)(const Exec&, const Sizes&);
   void (*weigh)(const Exec&, const WeighArgs&);
+  void (*solve)(const Exec&, const SolveArgs&);  // null where `can` has no target over a sample
+  int64_t (*solve_scratch)(const Exec&, const Sizes&);
   void (*keep)(const Exec&, const KeepArgs&);
-  int64_t (*weights_bytes)(const Exec&, const Sizes&);
+  int64_t (*weights_bytes)(const Exec&, const Sizes&);  // of n heads: n times that of one
   int64_t (*weigh_scratch)(const Exec&, const Sizes&);  // of either half
   void (*tail)(const Exec&, const TailArgs&);
   int64_t (*tail_scratch)(const Exec&, const Sizes&);

@@ -86,6 +86,7 @@ constexpr RuleRow kRules[] = {
      .similarity = false,
      .errors = false,
      .profile = false,
+     .rho = false,
      .floor = 0,
      .meets = Meets::itself},
     {.choice = Rule::top_p,
@@ -96,6 +97,7 @@ constexpr RuleRow kRules[] = {
      .similarity = false,
      .errors = false,
      .profile = false,
+     .rho = true,
      .floor = 0,
      .meets = Meets::by_bound},
     {.choice = Rule::hybrid,
@@ -106,6 +108,7 @@ constexpr RuleRow kRules[] = {
      .similarity = false,
      .errors = false,
      .profile = false,
+     .rho = true,
      .floor = 2,
      .meets = Meets::by_bound},
     {.choice = Rule::online,
@@ -116,6 +119,7 @@ constexpr RuleRow kRules[] = {
      .similarity = false,
      .errors = false,
      .profile = false,
+     .rho = true,
      .floor = 2,
      .meets = Meets::as_target},
     {.choice = Rule::target,
@@ -126,8 +130,9 @@ constexpr RuleRow kRules[] = {
      .similarity = false,
      .errors = false,
      .profile = false,
+     .rho = false,
      .floor = 2,
-     .meets = Meets::itself},
+     .meets = Meets::by_rho},
     {.choice = Rule::clusters,
      .name = "clusters",
      .help = "whole clusters by weight up to rho, at least the share alpha of them",
@@ -136,6 +141,7 @@ constexpr RuleRow kRules[] = {
      .similarity = false,
      .errors = false,
      .profile = true,
+     .rho = true,
      .floor = 2,
      .meets = Meets::by_bound},
     {.choice = Rule::blocks_topk,
@@ -146,6 +152,7 @@ constexpr RuleRow kRules[] = {
      .similarity = true,
      .errors = false,
      .profile = false,
+     .rho = false,
      .floor = 0,
      .meets = Meets::by_bound},
     {.choice = Rule::blocks_cdf,
@@ -156,6 +163,7 @@ constexpr RuleRow kRules[] = {
      .similarity = true,
      .errors = false,
      .profile = false,
+     .rho = true,
      .floor = 0,
      .meets = Meets::by_bound},
     {.choice = Rule::error_aware,
@@ -166,8 +174,14 @@ constexpr RuleRow kRules[] = {
      .similarity = false,
      .errors = true,
      .profile = true,
+     .rho = true,
      .floor = 4,
      .meets = Meets::by_bound},
+};
+
+constexpr TargetScopeRow kTargetScopes[] = {
+    {.choice = TargetScope::head, .name = "head", .help = "each head, at a rho of its own"},
+    {.choice = TargetScope::sample, .name = "sample", .help = "the mean over a sample's heads, at one rho for all of them"},
 };
 
 constexpr TailRow kTails[] = {
@@ -199,7 +213,8 @@ constexpr bool in_order(const Row (&rows)[n]) {
   }
   return true;
 }
-static_assert(in_order(kGroupings) && in_order(kEncodings) && in_order(kProxies) && in_order(kRules) && in_order(kTails));
+static_assert(in_order(kGroupings) && in_order(kEncodings) && in_order(kProxies) && in_order(kRules) &&
+              in_order(kTargetScopes) && in_order(kTails));
 
 }  // namespace
 
@@ -207,17 +222,22 @@ std::span<const GroupingRow> grouping_rows() { return kGroupings; }
 std::span<const EncodingRow> encoding_rows() { return kEncodings; }
 std::span<const ProxyRow> proxy_rows() { return kProxies; }
 std::span<const RuleRow> rule_rows() { return kRules; }
+std::span<const TargetScopeRow> target_scope_rows() { return kTargetScopes; }
 std::span<const TailRow> tail_rows() { return kTails; }
 
 const GroupingRow& row(Grouping choice) { return kGroupings[static_cast<size_t>(choice)]; }
 const EncodingRow& row(Encoding choice) { return kEncodings[static_cast<size_t>(choice)]; }
 const ProxyRow& row(ProxyKind choice) { return kProxies[static_cast<size_t>(choice)]; }
 const RuleRow& row(Rule choice) { return kRules[static_cast<size_t>(choice)]; }
+const TargetScopeRow& row(TargetScope choice) { return kTargetScopes[static_cast<size_t>(choice)]; }
 const TailRow& row(Tail choice) { return kTails[static_cast<size_t>(choice)]; }
 
 double lowered_alpha(const WeighArgs& args, int64_t head, double goal) {
   const double alpha = args.alpha[head];
-  return goal > 0 ? std::min(alpha, goal / std::max(row(args.rule).floor, 2)) : alpha;
+  if (goal == 0) return alpha;
+  const double most = goal / std::max(row(args.rule).floor, 2);
+  if (args.mean_alpha == 0) return std::min(alpha, most);
+  return args.mean_alpha <= most ? alpha : alpha / args.mean_alpha * most;
 }
 
 }  // namespace scope

@@ -41,7 +41,8 @@ struct ProxyRow {
 
 // How a target density is met under a rule.
 enum class Meets {
-  itself,     // `density` is that target
+  itself,     // `density` is that target, of every group
+  by_rho,     // `density` is that target, and rho is solved for it in the call
   as_target,  // by rule `target`
   by_bound,   // what the rule compares with is solved in the call
 };
@@ -54,8 +55,14 @@ struct RuleRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in t
   bool similarity;   // needs to know how alike the rows of a block are: blocks on both sides
   bool errors;       // needs what leaving a cluster out costs
   bool profile;      // takes least shares from a profile in the place of alpha
+  bool rho;          // compares with a given rho
   int floor;         // under a target, alpha is lowered to at most target / floor; 0: the rule has no floor
   Meets meets;
+};
+
+struct TargetScopeRow {
+  TargetScope choice;
+  const char *name, *help;
 };
 
 struct TailRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in this order, and few
@@ -70,15 +77,18 @@ std::span<const GroupingRow> grouping_rows();
 std::span<const EncodingRow> encoding_rows();
 std::span<const ProxyRow> proxy_rows();
 std::span<const RuleRow> rule_rows();
+std::span<const TargetScopeRow> target_scope_rows();
 std::span<const TailRow> tail_rows();
 
 const GroupingRow& row(Grouping choice);
 const EncodingRow& row(Encoding choice);
 const ProxyRow& row(ProxyKind choice);
 const RuleRow& row(Rule choice);
+const TargetScopeRow& row(TargetScope choice);
 const TailRow& row(Tail choice);
 
-// What a head's alpha is lowered to for the density `goal`; 0: none is asked for. A rule without a floor only reports it.
+// What a head's alpha is lowered to for the density `goal`; 0: none is asked for. Heads that meet it together keep their
+// shares of the mean. A rule without a floor only reports it.
 double lowered_alpha(const WeighArgs& args, int64_t head, double goal);
 
 // "fixed | top_p | …", as settings list their values.

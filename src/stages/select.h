@@ -1,5 +1,5 @@
 // select: proxy rows -> exactly r_c keys per group, or whole codes, as a bitmask with counts. In two halves, so that what
-// all heads weigh can be known before any of them keeps its keys.
+// all heads weigh can be known before any of them keeps its keys: between them one rho may be solved for a whole sample.
 #pragma once
 
 #include "core/tensor.h"
@@ -10,6 +10,9 @@ namespace scope {
 
 // What each keeps: docs/algorithm.md, "Rules". The last four keep every key of some codes and no other.
 enum class Rule { fixed, top_p, hybrid, online, target, clusters, blocks_topk, blocks_cdf, error_aware };
+
+// What meets a target density: each head, or the mean over a sample's heads at one rho for all of them.
+enum class TargetScope { head, sample };
 
 // weigh: what `keep` must know of each row: histograms of its scores, or its codes in the order of their weight.
 struct WeighArgs {
@@ -24,6 +27,7 @@ struct WeighArgs {
   // Not for fixed, online and target. > 0: what the rule compares with (rho; n / codes for blocks_topk) is solved so that
   // the head's density is the nearest to this that can be reached.
   double target = 0;
+  double mean_alpha = 0;  // over all heads of the sample where they meet the target together; 0: each meets it alone
   PerHead<const float> q_similarity = {};  // [groups] blocks rules only, like the next two
   PerHead<const float> k_similarity = {};  // [codes]
   double similar = 0;                      // a group or code is similar above this, which NaN never is
@@ -33,9 +37,20 @@ struct WeighArgs {
   Scratch scratch = {};
 };
 
+// solve: one rho (or share of codes) for all heads of a sample, at which their densities, weighted by queries, have the mean
+// that is asked for. The weights stay as they are.
+struct SolveArgs {
+  // As weigh left it, for all heads: their weights lie one after the other, weights_bytes of one head's sizes apart. Without
+  // scratch; `alpha` is read by a backend that has no profiles alone, the others have each head's in its weights.
+  WeighArgs weighed = {};
+  double* rho = nullptr;  // [1] out: as KeepArgs::rho_used
+  Scratch scratch = {};
+};
+
 // keep: the keys themselves. The weights are used up.
 struct KeepArgs {
   WeighArgs weighed = {};             // as weigh left it
+  const double* rho = nullptr;        // [1] what solve found; null: each head's own is solved here, where one is
   PerHead<int32_t> counts = {};       // [groups] out: r_c
   PerHead<int64_t> head_budget = {};  // [1] out: k_head (0 but under online and target)
   PerHead<double> rho_used = {};      // [1] out: rho, or what was solved for; 0: the least that is kept is above the target
@@ -48,6 +63,8 @@ int64_t head_budget(const int32_t* sizes, const int32_t* base_counts, int64_t gr
 
 namespace cpu {
 void weigh(const Exec& exec, const WeighArgs& args);
+void solve(const Exec& exec, const SolveArgs& args);
+int64_t solve_scratch(const Exec& exec, const Sizes& sizes);
 void keep(const Exec& exec, const KeepArgs& args);
 int64_t weights_bytes(const Exec& exec, const Sizes& sizes);
 int64_t weigh_scratch(const Exec& exec, const Sizes& sizes);  // of either half

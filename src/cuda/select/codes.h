@@ -1,7 +1,8 @@
-// The passes of select that keep whole codes: a sort per group, a bound per head, and masks.
+// The passes of select that keep whole codes: a sort per group, a bound per head or sample, and masks.
 #pragma once
 
 #include "cuda/proxy.h"
+#include "cuda/select/sample.h"
 
 namespace scope::cuda {
 
@@ -32,6 +33,7 @@ enum class Bound {
 struct CodesRule {
   Bound bound;
   double alpha, given, target, rho;  // alpha as used; given: the bound when there is no target
+  const double* solved;              // [1] the bound of the whole sample; null: each head has its own
   int32_t floor;                     // codes that alpha keeps
   PerHead<int32_t> counts, top_p;
   PerHead<int64_t> head_budget;
@@ -51,6 +53,10 @@ struct CodesSpace {
 // What codes weigh.
 void tally_pass(const Exec& exec, const ProxyLaunch& proxy, const CodesSpace& space);
 void rank_pass(const Exec& exec, const ProxyLaunch& proxy, const CodesOrder& order, const CodesSpace& space);
+
+// One bound for all heads of a sample.
+void solve_codes_pass(const Exec& exec, const ProxyLaunch& proxy, const CodesOrder& order, const CodesRule& rule,
+                      const CodesSpace& space, const SampleSpace& sample);
 
 // What is kept.
 void keep_codes_pass(const Exec& exec, const ProxyLaunch& proxy, const CodesOrder& order, const CodesRule& rule,

@@ -1,17 +1,20 @@
 // Whole codes: how many each group keeps.
 #include "cuda/device/reduce.cuh"
 #include "cuda/select/codes.h"
+#include "cuda/select/sample.cuh"
 
 namespace scope::cuda {
 
 namespace {
 
 constexpr int kKeepThreads = 1024;
+constexpr int kSolveThreads = 512;  // of one round for a sample: with more, its registers would spill
 
 // One argument: of three smaller ones, the compiler would hold more in registers.
 struct KeepLaunch : CodesOrder, CodesRule, CodesSpace {};
 
-// One head's groups, all of whose orders are known.
+// One head's groups, all of whose orders are known; for blocks of kThreads.
+template <int kThreads>
 struct Keeper {
   const ProxyLaunch& p;
   const KeepLaunch& a;
@@ -48,27 +51,37 @@ struct Keeper {
   // A bound on the mass is looked up among the ranks.
   __device__ bool searches() const { return a.bound != Bound::share_of_codes; }
 
+  // Pairs of queries and keys kept at low + (i + 1) * quarter. A thread with one group says where its ranks can be, and is
+  // told where they are.
+  __device__ void pairs_at(double low, double quarter, int from, int to, int (&inside)[3], int64_t (&pairs)[3]) const {
+    const bool one_each = p.groups <= kThreads;
+    for (int c = threadIdx.x; c < p.groups; c += kThreads) {
+      const int64_t size = a.sizes[head][c];
+      if (size == 0) continue;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const double bound = low + (i + 1) * quarter;
+        if (searches()) inside[i] = within(c, bound, one_each ? from : 0, one_each ? to : p.codes - always);
+        pairs[i] += size * keys_kept(c, codes_kept(c, bound, inside[i]));
+      }
+    }
+    block_sums<kThreads>(pairs);
+  }
+  // A share of codes is one of whole codes, at least 1.
+  __device__ double settled(double bound) const {
+    return searches() ? bound : static_cast<double>(max(1, whole_codes(bound))) / p.codes;
+  }
+
   // The bound whose density is nearest to the target; 0 if even that keeps more. Three points of the interval at a time:
   // what a round costs is latency.
   __device__ double solve() const {
-    const bool one_each = p.groups <= kKeepThreads;  // then a thread remembers where its group's ranks can be
     double low = 0, high = 1, at_low = 0, at_high = 1;
     int from = 0, to = p.codes - always;
     for (int round = 0; round < 31; ++round) {  // the first looks at 0 alone
       const double quarter = round == 0 ? 0.0 : 0.25 * (high - low);
       int inside[3] = {};
       int64_t pairs[3] = {};
-      for (int c = threadIdx.x; c < p.groups; c += kKeepThreads) {
-        const int64_t size = a.sizes[head][c];
-        if (size == 0) continue;
-#pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          const double bound = low + (i + 1) * quarter;
-          if (searches()) inside[i] = within(c, bound, one_each ? from : 0, one_each ? to : p.codes - always);
-          pairs[i] += size * keys_kept(c, codes_kept(c, bound, inside[i]));
-        }
-      }
-      block_sums<kKeepThreads>(pairs);
+      pairs_at(low, quarter, from, to, inside, pairs);
       double density[3];
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
@@ -96,18 +109,41 @@ struct Keeper {
       }
     }
     const double bound = a.target - at_low < at_high - a.target ? low : high;
-    return searches() ? bound : static_cast<double>(max(1, whole_codes(bound))) / p.codes;
+    return settled(bound);
   }
 };
 
+template <int kThreads>
+__device__ Keeper<kThreads> keeper_of(const ProxyLaunch& p, const KeepLaunch& a, int64_t head) {
+  int64_t sums[2] = {};  // codes that all keep, queries
+  for (int r = threadIdx.x; r < p.codes; r += kThreads) sums[0] += a.always(head, r) ? 1 : 0;
+  for (int c = threadIdx.x; c < p.groups; c += kThreads) sums[1] += a.sizes[head][c];
+  block_sums<kThreads>(sums);
+  return {p, a, head, static_cast<int>(sums[0]), sums[1]};
+}
+
+// A round of the search for one bound of all heads; after the last, the bound whose density is nearest to the target, 0 if
+// even that keeps more.
+__global__ void __launch_bounds__(kSolveThreads) solve_codes(ProxyLaunch p, KeepLaunch a, SampleSpace sample, int round) {
+  const auto keeper = keeper_of<kSolveThreads>(p, a, blockIdx.x);
+  if (round == kCodeRounds) {
+    const Bracket b = narrowed<kSolveThreads>(sample, p.heads, p.count, a.target, round);
+    const double below = a.target - density_of(b.at_low, b.queries, p.count);
+    const double above = density_of(b.at_high, b.queries, p.count) - a.target;
+    if (threadIdx.x == 0) *sample.bound = b.high == 0 ? 0 : keeper.settled(below < above ? b.low : b.high);
+    return;
+  }
+  look<kSolveThreads>(sample, p.heads, p.count, a.target, round, keeper.head, keeper.queries,
+                      [&](double low, double quarter, int64_t(&pairs)[3]) {
+                        int inside[3] = {};
+                        keeper.pairs_at(low, quarter, 0, p.codes - keeper.always, inside, pairs);
+                      });
+}
+
 __global__ void __launch_bounds__(kKeepThreads) keep_codes(ProxyLaunch p, KeepLaunch a) {
   const int64_t head = blockIdx.x;
-  int64_t sums[2] = {};  // codes that all keep, queries
-  for (int r = threadIdx.x; r < p.codes; r += kKeepThreads) sums[0] += a.always(head, r) ? 1 : 0;
-  for (int c = threadIdx.x; c < p.groups; c += kKeepThreads) sums[1] += a.sizes[head][c];
-  block_sums<kKeepThreads>(sums);
-  const Keeper keeper{p, a, head, static_cast<int>(sums[0]), sums[1]};
-  const double bound = a.target > 0 ? keeper.solve() : a.given;
+  const auto keeper = keeper_of<kKeepThreads>(p, a, head);
+  const double bound = a.target == 0 ? a.given : a.solved != nullptr ? *a.solved : keeper.solve();
   for (int c = threadIdx.x; c < p.groups; c += kKeepThreads) {
     int kept = 0;
     if (a.sizes[head][c] > 0) {
@@ -124,6 +160,14 @@ __global__ void __launch_bounds__(kKeepThreads) keep_codes(ProxyLaunch p, KeepLa
 }
 
 }  // namespace
+
+void solve_codes_pass(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesRule& rule,
+                      const CodesSpace& space, const SampleSpace& sample) {
+  for (int round = 0; round <= kCodeRounds; ++round) {
+    launch(exec, "solve_codes", solve_codes, round < kCodeRounds ? p.heads : 1, kSolveThreads, 0, p,
+           KeepLaunch{order, rule, space}, sample, round);
+  }
+}
 
 void keep_codes_pass(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesRule& rule,
                      const CodesSpace& space) {

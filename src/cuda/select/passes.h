@@ -1,6 +1,7 @@
 // The passes of select that keep key by key, in the order in which select.cu launches them.
 #pragma once
 
+#include "cuda/select/sample.h"
 #include "cuda/select/space.h"
 
 namespace scope::cuda {
@@ -12,6 +13,10 @@ Bins select_bins(const Exec& exec, const ProxyLaunch& proxy);
 void bounds_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space);
 void histogram_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins);
 void scan_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins);
+
+// One rho for all heads of a sample.
+void solve_sample_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins,
+                       const RuleLaunch& rule, const SampleSpace& sample);
 
 // How many keys reach rho; emit_pass finds what refine_pass looks at.
 void solve_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins, const RuleLaunch& rule);

@@ -1,4 +1,5 @@
-// select on CUDA, in two halves: `weigh` measures every row into the weights, `keep` decides from there what stays.
+// select on CUDA, in two halves: `weigh` measures every row into the weights, `keep` decides from there what stays. Between
+// them `solve` may find one bound for all heads of a sample.
 #include <algorithm>
 
 #include "core/numeric.h"
@@ -150,6 +151,7 @@ ProxyLaunch proxy_of(const WeighArgs& args) {
 
 template <class Rule>
 Rule with_outputs(Rule rule, const KeepArgs& args) {
+  rule.solved = args.rho;
   rule.counts = args.counts;
   rule.top_p = args.weighed.top_p;
   rule.head_budget = args.head_budget;
@@ -216,6 +218,22 @@ void weigh(const Exec& exec, const WeighArgs& args) {
   const CodesSpace s = codes_space_of(p, args.weights);
   tally_pass(exec, p, s);
   rank_pass(exec, p, order_of(args), s);
+}
+
+int64_t solve_scratch(const Exec&, const Sizes& sizes) {
+  int64_t bytes = 0;
+  SampleSpace::of(Arena(), sizes.heads, nullptr, &bytes);
+  return bytes;
+}
+
+void solve(const Exec& exec, const SolveArgs& args) {
+  const WeighArgs& weighed = args.weighed;
+  const ProxyLaunch p = proxy_of(weighed);
+  const SampleSpace sample = SampleSpace::of(Arena(args.scratch.data, args.scratch.bytes), p.heads, args.rho);
+  if (row(weighed.rule).whole_codes) {
+    return solve_codes_pass(exec, p, order_of(weighed), codes_rule_of(weighed), codes_space_of(p, weighed.weights), sample);
+  }
+  solve_sample_pass(exec, p, space_of(p, weighed.weights), select_bins(exec, p), rule_of(weighed, p.count), sample);
 }
 
 void keep(const Exec& exec, const KeepArgs& args) {

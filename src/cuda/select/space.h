@@ -62,6 +62,7 @@ struct RuleLaunch {
   int32_t floor;            // the fewest keys of a group: ceil(alpha N), at most N
   bool shares_budget;       // nor does a group keep fewer than the head's mean, k_head
   double rho, alpha, goal;  // alpha as used; the density that rho is solved for, 0: rho is given
+  const double* solved;     // [1] the rho of the whole sample; null: each head has its own
   PerHead<const int32_t> sizes;
   PerHead<int32_t> counts, top_p;
   PerHead<int64_t> head_budget;

@@ -2,6 +2,7 @@
 #include "cuda/device/reduce.cuh"
 #include "cuda/select/passes.h"
 #include "cuda/select/rows.cuh"
+#include "cuda/select/sample.cuh"
 #include "cuda/select/scanned.cuh"
 
 namespace scope::cuda {
@@ -11,49 +12,64 @@ namespace {
 // How much of the mass the fractions' rounding and a bin's unknown order may move, together; the tolerance is 1e-3.
 constexpr float kMostDoubt = 9e-4f;
 
+// Pairs of queries and keys that the rule keeps at low + (i + 1) * quarter. A thread with one group says in which bins its
+// crossings can be, and is told where they are.
+__device__ void kept_at(const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a, int64_t head,
+                        int64_t queries, double low, double quarter, int from, int to, int (&bin)[3], int64_t (&kept)[3]) {
+  const int32_t* sizes = a.sizes[head];
+  const bool one_each = p.groups <= kSolveThreads;
+  const int32_t floor = max(1, a.floor);
+  int32_t base[3] = {};
+  const auto set_bases = [&](int c) {
+    const Scanned row(s, bins, head, c);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const auto at = row.cross(low + (i + 1) * quarter, one_each ? from : 0, one_each ? to : bins.count - 1);
+      bin[i] = at.bin;
+      base[i] = max(at.count, floor);
+    }
+  };
+  int64_t total[3] = {}, budget[3];
+  for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
+    if (sizes[c] == 0) continue;
+    set_bases(c);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) total[i] += int64_t{sizes[c]} * base[i];
+  }
+  block_sums<kSolveThreads>(total);
+#pragma unroll
+  for (int i = 0; i < 3; ++i) budget[i] = a.shares_budget ? (total[i] + queries - 1) / queries : 0;
+  for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
+    if (sizes[c] == 0) continue;
+    if (!one_each) set_bases(c);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) kept[i] += sizes[c] * max(int64_t{base[i]}, budget[i]);
+  }
+  block_sums<kSolveThreads>(kept);
+}
+
+__device__ int64_t queries_of(const ProxyLaunch& p, const int32_t* sizes) {
+  int64_t queries[1] = {0};
+  for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) queries[0] += sizes[c];
+  block_sums<kSolveThreads>(queries);
+  return queries[0];
+}
+
+__device__ double within_bounds(double rho) { return fmin(fmax(rho, 1e-9), 1.0 - 1e-12); }
+
 // The rho at which the rule keeps `goal` of the keys. Three points of the interval at a time: what a round
 // costs is latency.
 __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a, int64_t head) {
   if (a.goal >= 1) return 1.0;
-  const int32_t* sizes = a.sizes[head];
-  int64_t queries[1] = {0};
-  for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) queries[0] += sizes[c];
-  block_sums<kSolveThreads>(queries);
-  const bool one_each = p.groups <= kSolveThreads;  // then a thread remembers where its group's crossing can be
-  const int32_t floor = max(1, a.floor);
+  const int64_t queries = queries_of(p, a.sizes[head]);
   double low = 0, high = 1;
   int from = 0, to = bins.count - 1;
-  for (int round = 0; round < 20 && queries[0] > 0; ++round) {
+  for (int round = 0; round < 20 && queries > 0; ++round) {
     const double quarter = 0.25 * (high - low);
     int bin[3] = {};
-    int32_t base[3] = {};
-    const auto set_bases = [&](int c) {
-      const Scanned row(s, bins, head, c);
-#pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        const auto at = row.cross(low + (i + 1) * quarter, one_each ? from : 0, one_each ? to : bins.count - 1);
-        bin[i] = at.bin;
-        base[i] = max(at.count, floor);
-      }
-    };
-    int64_t total[3] = {}, kept[3] = {}, budget[3];
-    for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
-      if (sizes[c] == 0) continue;
-      set_bases(c);
-#pragma unroll
-      for (int i = 0; i < 3; ++i) total[i] += int64_t{sizes[c]} * base[i];
-    }
-    block_sums<kSolveThreads>(total);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) budget[i] = a.shares_budget ? (total[i] + queries[0] - 1) / queries[0] : 0;
-    for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
-      if (sizes[c] == 0) continue;
-      if (!one_each) set_bases(c);
-#pragma unroll
-      for (int i = 0; i < 3; ++i) kept[i] += sizes[c] * max(int64_t{base[i]}, budget[i]);
-    }
-    block_sums<kSolveThreads>(kept);
-    const double goal = a.goal * static_cast<double>(queries[0]) * p.count;
+    int64_t kept[3] = {};
+    kept_at(p, s, bins, a, head, queries, low, quarter, from, to, bin, kept);
+    const double goal = a.goal * static_cast<double>(queries) * p.count;
     const double start = low;
 #pragma unroll
     for (int i = 2; i >= 0; --i) {
@@ -68,12 +84,32 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
       from = bin[i];
     }
   }
-  return fmin(fmax(0.5 * (low + high), 1e-9), 1.0 - 1e-12);
+  return within_bounds(0.5 * (low + high));
+}
+
+// A round of the search for one rho of all heads; after the last, the rho.
+__global__ void __launch_bounds__(kSolveThreads)
+    solve_sample(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a, SampleSpace sample, int round) {
+  if (round == kKeyRounds) {
+    double rho = 1;
+    if (a.goal < 1) {
+      const Bracket b = narrowed<kSolveThreads>(sample, p.heads, p.count, a.goal, round);
+      rho = within_bounds(0.5 * (b.low + b.high));
+    }
+    if (threadIdx.x == 0) *sample.bound = rho;
+    return;
+  }
+  const int64_t head = blockIdx.x, queries = queries_of(p, a.sizes[head]);
+  look<kSolveThreads>(sample, p.heads, p.count, a.goal, round, head, queries,
+                      [&](double low, double quarter, int64_t(&pairs)[3]) {
+                        int bin[3] = {};
+                        if (queries > 0) kept_at(p, s, bins, a, head, queries, low, quarter, 0, bins.count - 1, bin, pairs);
+                      });
 }
 
 __global__ void __launch_bounds__(kSolveThreads) solve_top_p(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a) {
   const int64_t head = blockIdx.x;
-  const double rho = a.goal > 0 ? solve_rho(p, s, bins, a, head) : a.rho;
+  const double rho = a.goal == 0 ? a.rho : a.solved != nullptr ? *a.solved : solve_rho(p, s, bins, a, head);
   if (threadIdx.x == 0) {
     *a.rho_used[head] = rho;
     *a.alpha_used[head] = a.alpha;
@@ -158,6 +194,14 @@ __global__ void __launch_bounds__(kPickThreads)
 }
 
 }  // namespace
+
+void solve_sample_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a,
+                       const SampleSpace& sample) {
+  for (int round = a.goal < 1 ? 0 : kKeyRounds; round <= kKeyRounds; ++round) {
+    launch(exec, "solve_sample", solve_sample, round < kKeyRounds ? p.heads : 1, kSolveThreads, 0, p, s, bins, a, sample,
+           round);
+  }
+}
 
 void solve_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a) {
   launch(exec, "solve_top_p", solve_top_p, p.heads, kSolveThreads, 0, p, s, bins, a);
