@@ -23,15 +23,16 @@ namespace {
 namespace fs = std::filesystem;
 
 struct Options : VideoInputs {
-  std::string model = "tiny-wan", variants, suite, density = "0.2", grid, compute, output, csv, plot, commit;
+  std::string model = "tiny-wan", variants, suite, grid, compute, output, csv, plot, commit;
+  PointFlags at{.set = {}, .density = "0.2", .rho = ""};
   int64_t seeds = 8, steps = 20;
   bool no_control = false;
   MachineFlags machine;
 };
 
-// One table: its variants at each of its densities, judged against the first.
+// One table: its variants at each of its densities (or values of rho), judged against the first.
 struct Table {
-  std::string title, variants, density;
+  std::string title, variants, points;
 };
 
 // The ablations of the paper, and the methods side by side.
@@ -56,10 +57,10 @@ struct Result {
   double sparse_calls() const { return attend + selection; }
 };
 
-// A variant at a density; results by seed.
+// A variant at a density, or at a rho; results by seed.
 struct Row {
   std::string variant;
-  double target = 1;
+  double point = 1;
   Settings settings;
   bool control = false, left_out = false;
   std::vector<Result> results;
@@ -207,15 +208,17 @@ class Ablation {
     }
     for (const Table& table : tables_) {
       size_t width = 8;
-      for (const std::string& variant : split(table.variants, ',')) width = std::max(width, variant.size());
+      for (const double point : points(table)) {
+        for (const Row* row : table_rows(table, point)) width = std::max(width, label(*row).size());
+      }
       fmt::print("\n{}\n{:<{}}  {:>7}  {:>13}  {:>6}  {:>6}  {:>15}  {:>6}  {:>7}  {:>7}\n", bold(table.title), "", width,
                  "density", "PSNR ± sd", "pooled", "SSIM", "paired ± sd", "wins", "calls", "run");
-      for (const double density : parse_densities(table.density)) {
+      for (const double point : points(table)) {
         const Row* first = nullptr;
-        for (const Row* row : table_rows(table, density)) {
+        for (const Row* row : table_rows(table, point)) {
           if (first == nullptr) first = row;
           const Paired pair = paired(*row, *first);
-          fmt::print("{:<{}}  {:>7.4f}  {:>13}  {:>6.2f}  {:>6.4f}  {:>15}  {:>6}  {:>6.2f}x  {:>6.2f}x\n", row->variant,
+          fmt::print("{:<{}}  {:>7.4f}  {:>13}  {:>6.2f}  {:>6.4f}  {:>15}  {:>6}  {:>6.2f}x  {:>6.2f}x\n", label(*row),
                      width, mean(each(row->results, &Result::density)), psnr_text(*row),
                      mean(each(row->results, &Result::pooled_psnr)), mean(each(row->results, &Result::ssim)),
                      row == first ? "" : fmt::format("{:+.2f}{}", pair.difference, spread(pair.deviation)),
@@ -230,7 +233,8 @@ class Ablation {
     print_first_calls();
     fmt::print(
         "PSNR in dB and SSIM against the dense video of the same seed, without frame 0, which is given: mean and standard\n"
-        "deviation over seeds; paired: difference from the first line of the density, seed by seed, and how many of them "
+        "deviation over seeds; paired: difference from the first line of the density or rho, seed by seed, and how many of "
+        "them "
         "are\n"
         "ahead; calls: self-attention of the calls that ran sparse, selection included, dense ÷ variant; run: whole video, "
         "dense ÷\n"
@@ -266,12 +270,13 @@ class Ablation {
   }
 
   std::string csv() const {
-    std::string out =
-        "variant,target,seed,density,psnr,pooled_psnr,ssim,seconds,sparse_seconds,dense_seconds,same_calls_dense_seconds\n";
+    std::string out = fmt::format(
+        "variant,{},seed,density,psnr,pooled_psnr,ssim,seconds,sparse_seconds,dense_seconds,same_calls_dense_seconds\n",
+        point_name());
     for (const Row& row : rows_) {
       for (size_t i = 0; i < row.results.size(); ++i) {
         const Result& r = row.results[i];
-        out += fmt::format("\"{}\",{},{},{:.6f},{:.6f},{:.6f},{:.8f},{:.6f},{:.6f},{:.6f},{:.6f}\n", row.variant, row.target,
+        out += fmt::format("\"{}\",{},{},{:.6f},{:.6f},{:.6f},{:.8f},{:.6f},{:.6f},{:.6f},{:.6f}\n", row.variant, row.point,
                            i, r.density, r.psnr, r.pooled_psnr, r.ssim, r.total, r.sparse_calls(), r.dense_total,
                            r.same_calls_dense);
       }
@@ -282,7 +287,7 @@ class Ablation {
   // Of the table with the most densities.
   Chart chart() const {
     const Table& table = *std::max_element(tables_.begin(), tables_.end(), [](const Table& a, const Table& b) {
-      return split(a.density, ',').size() < split(b.density, ',').size();
+      return split(a.points, ',').size() < split(b.points, ',').size();
     });
     Chart chart{.title = "PSNR against dense, by density",
                 .x_label = "density of the sparse calls",
@@ -340,10 +345,21 @@ class Ablation {
     return {context_, settings, video::attention_shape(config_, grid_, compute_ == "bf16" ? DType::bf16 : DType::f32)};
   }
 
-  // Every variant and density of the tables once; what cannot run is refused or, in a suite, said.
+  // What a row's point is of: a target density, or rho.
+  const char* point_name() const { return options_.at.at_rho() ? "rho" : "target"; }
+  // A density is in the table anyway.
+  std::string label(const Row& row) const {
+    return options_.at.at_rho() ? fmt::format("{} at rho {}", row.variant, row.point) : row.variant;
+  }
+  std::vector<double> points(const Table& table) const {
+    return options_.at.at_rho() ? options_.at.points() : parse_densities(table.points);
+  }
+
+  // Every variant and point of the tables once; what cannot run is refused or, in a suite, said.
   void make_rows() {
     if (options_.suite.empty()) {
-      tables_ = {{"Variants", options_.variants.empty() ? "scope" : options_.variants, options_.density}};
+      tables_ = {{"Variants", options_.variants.empty() ? "scope" : options_.variants,
+                  options_.at.at_rho() ? options_.at.rho : options_.at.density}};
     } else {
       tables_.assign(std::begin(kPaper), std::end(kPaper));
     }
@@ -357,16 +373,16 @@ class Ablation {
     }
     for (const Table& table : tables_) {
       for (const std::string& variant : split(table.variants, ',')) {
-        for (const double density : parse_densities(table.density)) {
-          if (find_row(variant, density) != nullptr) continue;
-          Settings settings = parse_method(variant, "");
+        for (const double point : points(table)) {
+          if (find_row(variant, point) != nullptr) continue;
+          Settings settings = parse_method(variant, "", options_.at.set);
           require(!settings.dense, Status::invalid_argument,
                   "--variants: dense is what the others are compared with, and runs anyway");
-          settings.target_density = density;
+          settings = options_.at.at(settings, point, variant);
           check_effects(variant, "", {}, settings, {.device = options_.machine.on_device()});
           try {
             make_plan(settings);  // refuses what cannot run
-            rows_.push_back({variant, density, settings, false, false, {}, {}});
+            rows_.push_back({variant, point, settings, false, false, {}, {}});
           } catch (const Error& error) {
             leave_out(variant, error);
           }
@@ -381,17 +397,17 @@ class Ablation {
     if (std::find(skipped_.begin(), skipped_.end(), entry) == skipped_.end()) skipped_.push_back(entry);
   }
 
-  const Row* find_row(const std::string& variant, double target) const {
+  const Row* find_row(const std::string& variant, double point) const {
     for (const Row& row : rows_) {
-      if (!row.control && row.variant == variant && row.target == target) return &row;
+      if (!row.control && row.variant == variant && row.point == point) return &row;
     }
     return nullptr;
   }
 
-  std::vector<const Row*> table_rows(const Table& table, double density) const {
+  std::vector<const Row*> table_rows(const Table& table, double point) const {
     std::vector<const Row*> out;
     for (const std::string& variant : split(table.variants, ',')) {
-      if (const Row* row = find_row(variant, density); row != nullptr) out.push_back(row);
+      if (const Row* row = find_row(variant, point); row != nullptr) out.push_back(row);
     }
     return out;
   }
@@ -463,8 +479,9 @@ class Ablation {
     }
     require(!heads.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one",
             options_.steps, row.variant);
+    if (options_.at.at_rho()) return;
     try {
-      row.notes = target_notes(make_plan(row.settings).settings, mean_density(sample), heads, row.target, row.variant);
+      row.notes = target_notes(make_plan(row.settings).settings, mean_density(sample), heads, row.point, row.variant);
     } catch (const Error& error) {
       leave_out(row.variant, error);
       row.left_out = true;
@@ -486,9 +503,9 @@ class Ablation {
             {"rest", each(results, &Result::rest)}};
   }
 
-  static nlohmann::ordered_json row_json(const Row& row) {
+  nlohmann::ordered_json row_json(const Row& row) const {
     nlohmann::ordered_json out{{"variant", row.variant},
-                               {"target", row.target},
+                               {point_name(), row.point},
                                {"control", row.control},
                                {"settings", settings_json(row.settings)},
                                {"psnr", each(row.results, &Result::psnr)},
@@ -505,14 +522,14 @@ class Ablation {
 
   nlohmann::ordered_json table_json(const Table& table) const {
     nlohmann::ordered_json out{{"title", table.title}, {"lines", nlohmann::ordered_json::array()}};
-    for (const double density : parse_densities(table.density)) {
+    for (const double point : points(table)) {
       const Row* first = nullptr;
-      for (const Row* row : table_rows(table, density)) {
+      for (const Row* row : table_rows(table, point)) {
         if (first == nullptr) first = row;
         const Paired pair = paired(*row, *first);
         const auto psnr = each(row->results, &Result::psnr);
         out["lines"].push_back({{"variant", row->variant},
-                                {"target", row->target},
+                                {point_name(), row->point},
                                 {"density", mean(each(row->results, &Result::density))},
                                 {"psnr", mean(psnr)},
                                 {"psnr_deviation", deviation(psnr)},
@@ -575,22 +592,25 @@ void add_ablate(CLI::App& app) {
   CLI::App* command = app.add_subcommand(
       "ablate",
       "Generate the same videos densely and by variants of a method at matched density, and judge them by paired seeds.\n"
-      "Seed s is noise s and the clip s of the condition (modulo how many it holds). Every density is solved in the calls.\n"
+      "Seed s is noise s and the clip s of the condition (modulo how many it holds). Every density is solved in the calls;\n"
+      "with --rho each variant runs at that rho, and its density is what it keeps there.\n"
       "A control shows what rounding does to a video: dense again in the other type (CPU) or by the other kernel (GPU).\n\n"
       "  scope ablate --variants scope,scope:partition=even:8,svg2 --density 0.1,0.2 -o result.json\n"
       "  scope ablate --suite paper --backend cuda -o result.json --plot psnr.svg\n"
+      "  scope ablate --suite paper --set target_scope=sample    # heads differ, their mean meets the density\n"
+      "  scope ablate --variants scope,scope:rule=top_p --rho 0.8,0.9\n"
       "  scope ablate --grid 21x45x80 --condition 720p.safetensors --seeds 3 --backend cuda");
   CLI::Option* variants =
       command->add_option("--variants", options->variants,
                           "rows of `scope methods`, with settings as name:setting=value+setting=value; otherwise scope");
-  CLI::Option* density =
-      command->add_option("--density", options->density, "shares of keys to compare at")->capture_default_str();
+  options->at.add(*command);
   command
       ->add_option("--suite", options->suite,
                    "paper: partitions, rules, proxy and tail, and methods, each table with its densities")
       ->check(CLI::IsMember({"paper"}))
       ->excludes(variants)
-      ->excludes(density);
+      ->excludes(command->get_option("--density"))
+      ->excludes(command->get_option("--rho"));
   command->add_option("--seeds", options->seeds, "how many, from 0")->check(whole(1, 10000))->capture_default_str();
   command->add_option("--steps", options->steps, "Euler steps")->check(whole(1, kMostSamplerSteps))->capture_default_str();
   command->add_option("--model", options->model, "model folder, or the name of a bundled one; it must give RGB frames")

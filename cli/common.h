@@ -118,7 +118,8 @@ void write_json(const std::string& path, const nlohmann::ordered_json& json);
 
 std::vector<std::string> split(std::string_view text, char separator);
 
-// A method by its name, or with settings: scope:partition=even:8+rule=hybrid. `model` may be empty; `set` comes last.
+// A method by its name, or with settings: scope:partition=even:8+rule=hybrid. `model` may be empty; `set` holds values of
+// --set, which come before the method's own.
 Settings parse_method(const std::string& text, const std::string& model, const std::vector<std::string>& set = {});
 // Refuses a setting that the text or `set` gives and that `settings`, what calls are made with, do not have or do not read.
 // What the method has anyway may be said again.
@@ -134,6 +135,17 @@ std::vector<std::string> target_notes(const Settings& settings, double density, 
                                       double target, const std::string& method);
 // The value of --density: shares separated by commas.
 std::vector<double> parse_densities(const std::string& list);
+
+// What the methods of a comparison share: settings, and a density to meet or a rho to run at.
+struct PointFlags {
+  std::vector<std::string> set;
+  std::string density, rho;  // lists; rho is empty or stands in the place of density
+  void add(CLI::App& app);
+  bool at_rho() const { return !rho.empty(); }
+  std::vector<double> points() const;
+  // `settings` at one of the points; throws where their rule compares with no rho.
+  Settings at(Settings settings, double point, const std::string& name) const;
+};
 
 // Options that several commands take.
 struct MethodFlags {

@@ -14,8 +14,8 @@ namespace {
 
 struct Options {
   InputFlags input;
-  std::string methods = "scope,scope-exact,svg2,sparge", density = "0.05,0.1,0.2,0.3", samples = "128", model, profile, json,
-              csv, plots;
+  std::string methods = "scope,scope-exact,svg2,sparge", samples = "128", model, profile, json, csv, plots;
+  PointFlags at{.set = {}, .density = "0.05,0.1,0.2,0.3", .rho = ""};
   Place place;
   int repeat = 3;
   MachineFlags machine;
@@ -29,8 +29,9 @@ struct Method {
 // One line of the table: medians over the repeated warm calls, quality of the last.
 struct Row {
   std::string method;
-  double target = 1, density = 1, selection = 0, attend = 0, total = 0;  // seconds
-  double first_selection = 0;                                            // of the first call, from random rows
+  double point = 1;                                          // target density, or rho
+  double density = 1, selection = 0, attend = 0, total = 0;  // seconds
+  double first_selection = 0;                                // of the first call, from random rows
   double dense = 0;  // a dense call just before, so that a machine that slows down slows both
   Quality quality;
   std::vector<std::string> notes;
@@ -41,7 +42,7 @@ double selection_seconds(const CallStats& stats) { return stats.group + stats.en
 std::vector<Method> parse_methods(const Options& options) {
   std::vector<Method> methods;
   for (const std::string& name : split(options.methods, ',')) {
-    methods.push_back({name, parse_method(name, options.model)});
+    methods.push_back({name, parse_method(name, options.model, options.at.set)});
     require(!methods.back().settings.dense, Status::invalid_argument,
             "--methods: dense is what the others are compared with; it has its own line");
   }
@@ -67,7 +68,7 @@ class Comparison {
   explicit Comparison(const Options& options)
       : options_(options),
         methods_(parse_methods(options)),
-        densities_(parse_densities(options.density)),
+        points_(options.at.points()),
         samples_(parse_samples(options.samples)),
         context_(options.machine.context()),
         input_(options.input.read(options.model)),
@@ -78,7 +79,7 @@ class Comparison {
     bool reads_subspaces = options.input.subspaces.empty();
     // What cannot run is refused before anything is measured.
     for (const Method& method : methods_) {
-      const Settings settings = at_density(method, densities_.front());
+      const Settings settings = at(method, points_.front());
       check_effects(method.name, options.model, {}, settings, with);
       reads_subspaces = options.input.reads_subspaces(input_, method.name, {}, settings) || reads_subspaces;
       const Plan plan(context_, settings, input_.shape());
@@ -91,19 +92,19 @@ class Comparison {
   }
 
   void run() {
-    Progress progress("compare", 2 + static_cast<int64_t>(methods_.size() * (1 + densities_.size())));
+    Progress progress("compare", 2 + static_cast<int64_t>(methods_.size() * (1 + points_.size())));
     make_exact();
     progress.step("exact");
     dense_ = run_dense();
     progress.step("dense");
     for (const Method& method : methods_) {
-      Runner first(context_, at_density(method, densities_.front()), input_.shape());
+      Runner first(context_, at(method, points_.front()), input_.shape());
       first.init_state();
       first.run(args());
       progress.step(method.name);
-      for (const double density : densities_) {
-        rows_.push_back(run_method(method, density, first));
-        progress.step(fmt::format("{} at {}", method.name, density));
+      for (const double point : points_) {
+        rows_.push_back(run_method(method, point, first));
+        progress.step(fmt::format("{} at {}", method.name, point));
       }
     }
   }
@@ -111,12 +112,12 @@ class Comparison {
   void print() const {
     fmt::print("{}\n\n", bold(setting_line()));
     size_t width = 6;
-    for (const Method& method : methods_) width = std::max(width, method.name.size());
+    for (const Row& row : rows_) width = std::max(width, label(row).size());
     fmt::print("{:<{}}  {:>7}  {:>17}  {:>13}  {:>8}  {:>8}  {:>9}  {:>9}  {:>7}\n", "", width, "density", "mass recall",
                "oracle recall", "error", "cosine", "select ms", "attend ms", "speedup");
     const auto line = [&](const Row& row) {
       fmt::print("{:<{}}  {:>7.4f}  {:>8.4f} ± {:.4f}  {:>13.4f}  {:>8.5f}  {:>8.5f}  {:>9.1f}  {:>9.1f}  {:>6.2f}x\n",
-                 row.method, width, row.density, row.quality.mass_recall, row.quality.mass_interval,
+                 label(row), width, row.density, row.quality.mass_recall, row.quality.mass_interval,
                  row.quality.oracle_recall, row.quality.error, row.quality.cosine, 1e3 * row.selection, 1e3 * row.attend,
                  row.dense / row.total);
     };
@@ -172,10 +173,10 @@ class Comparison {
   }
 
  private:
-  static Settings at_density(const Method& method, double density) {
-    Settings settings = method.settings;
-    settings.target_density = density;
-    return settings;
+  Settings at(const Method& method, double point) const { return options_.at.at(method.settings, point, method.name); }
+  // A density is in the table anyway.
+  std::string label(const Row& row) const {
+    return options_.at.at_rho() && &row != &dense_ ? fmt::format("{} at rho {}", row.method, row.point) : row.method;
   }
 
   CallArgs args() const {
@@ -236,13 +237,13 @@ class Comparison {
     return row;
   }
 
-  Row run_method(const Method& method, double density, Runner& first) {
-    Runner runner(context_, at_density(method, density), input_.shape());
+  Row run_method(const Method& method, double point, Runner& first) {
+    Runner runner(context_, at(method, point), input_.shape());
     runner.want_selection();
     Row row = measure_row(runner, method.name, first.save_state());
-    row.target = density;
+    row.point = point;
     row.first_selection = selection_seconds(first.stats);
-    row.notes = target_notes(runner, density, method.name);
+    if (!options_.at.at_rho()) row.notes = target_notes(runner, point, method.name);
     return row;
   }
 
@@ -261,7 +262,7 @@ class Comparison {
 
   nlohmann::ordered_json row_json(const Row& row) const {
     return {{"method", row.method},
-            {"target", row.target},
+            {options_.at.at_rho() ? "rho" : "target", row.point},
             {"density", row.density},
             {"mass_recall", row.quality.mass_recall},
             {"mass_interval", row.quality.mass_interval},
@@ -294,7 +295,7 @@ class Comparison {
 
   const Options& options_;
   std::vector<Method> methods_;
-  std::vector<double> densities_;
+  std::vector<double> points_;
   int64_t samples_;
   Context context_;
   Input input_;
@@ -335,7 +336,8 @@ void add_compare(CLI::App& app) {
   CLI::App* command = app.add_subcommand(
       "compare",
       "Run methods side by side on the q, k, v of a file (see `scope attend --help`), at matched density.\n"
-      "Every method is solved for each density in the call, within 0.005 or, where its steps are coarse, the nearest.\n"
+      "Every method is solved for each density in the call, within 0.005 or, where its steps are coarse, the nearest;\n"
+      "with --rho each runs at that rho, and the density is what it keeps there.\n"
       "Each runs once from random rows, and is then timed in warm calls, as a video model makes them at every later step.\n"
       "A method may carry settings, separated by +, for ablations:\n\n"
       "  scope compare qkv.safetensors --methods scope,scope-exact,svg2,sparge --density 0.05,0.1,0.2,0.3 --plots compare-\n"
@@ -345,7 +347,7 @@ void add_compare(CLI::App& app) {
       ->add_option("--methods", options->methods,
                    "rows of `scope methods`, with settings as name:setting=value+setting=value")
       ->capture_default_str();
-  command->add_option("--density", options->density, "shares of keys to compare at")->capture_default_str();
+  options->at.add(*command);
   command->add_option("--samples", options->samples, "queries per head on which recall and error are measured, or all")
       ->capture_default_str();
   command->add_option("--repeat", options->repeat, "warm calls of each; times are medians")

@@ -74,8 +74,13 @@ nlohmann::ordered_json calls_json(const video::Sample& sample, int64_t steps) {
   for (const auto& call : sample.calls) {
     const CallStats& s = call.stats;
     std::vector<int64_t> budgets;
-    for (const HeadStats& head : call.heads) budgets.push_back(head.head_budget);
+    std::vector<double> densities;
+    for (const HeadStats& head : call.heads) {
+      budgets.push_back(head.head_budget);
+      densities.push_back(head.density);
+    }
     nlohmann::ordered_json entry{{"density", s.density},
+                                 {"head_density", densities},
                                  {"k_head", budgets},
                                  {"dense", s.reason != Reason::sparse},
                                  {"attention_seconds", s.attend},
@@ -318,7 +323,8 @@ void add_generate(CLI::App& app) {
       "--known", options->known,
       "take rho, schedule, profile bounds and reuse of a known model (see `scope methods`) for the method, or "
       "none; otherwise those of the only one whose layers, heads and RoPE config.json has");
-  command->add_option("--target-density", options->target_density, "share of keys that each head keeps in sparse calls");
+  command->add_option("--target-density", options->target_density,
+                      "share of keys that sparse calls keep: each head, or with target_scope=sample their mean");
   command->add_option("--steps", options->steps, "Euler steps")->check(whole(1, kMostSamplerSteps))->capture_default_str();
   CLI::Option* seed = command->add_option("--seed", options->seed, "names the noise; the same for every method")
                           ->check(whole(0, kMostSeed))

@@ -20,24 +20,43 @@ struct Given {
   std::string name, value;
 };
 
-// In the order in which they apply: those behind the method's name, then those of --set.
+// In the order in which they apply: those of --set that the method does not have of its own, then its own.
 std::vector<Given> given_settings(const std::string& text, const std::vector<std::string>& set) {
-  std::vector<Given> all;
-  const auto add = [&](const char* flag, const std::string& item) {
-    const size_t equals = item.find('=');
-    require(equals != std::string::npos, Status::invalid_argument, "{}: got \"{}\", expected name=value", flag, item);
-    const std::string name = item.substr(0, equals), value = item.substr(equals + 1);
-    for (const Given& other : all) {
-      require(other.name != name, Status::invalid_argument, "{}: {} is given twice, as {} and as {}", flag, name,
-              other.value, value);
+  const auto list = [](const char* flag, const std::vector<std::string>& items) {
+    std::vector<Given> all;
+    for (const std::string& item : items) {
+      const size_t equals = item.find('=');
+      require(equals != std::string::npos, Status::invalid_argument, "{}: got \"{}\", expected name=value", flag, item);
+      const std::string name = item.substr(0, equals), value = item.substr(equals + 1);
+      for (const Given& other : all) {
+        require(other.name != name, Status::invalid_argument, "{}: {} is given twice, as {} and as {}", flag, name,
+                other.value, value);
+      }
+      all.push_back({flag, name, value});
     }
-    all.push_back({flag, name, value});
+    return all;
   };
-  if (const size_t colon = text.find(':'); colon != std::string::npos) {
-    for (const std::string& item : split(text.substr(colon + 1), '+')) add("method", item);
-  }
-  for (const std::string& item : set) add("--set", item);
+  const size_t colon = text.find(':');
+  const std::vector<Given> own =
+      list("method", colon == std::string::npos ? std::vector<std::string>{} : split(text.substr(colon + 1), '+'));
+  std::vector<Given> all = list("--set", set);
+  std::erase_if(all, [&](const Given& given) {
+    return std::any_of(own.begin(), own.end(), [&](const Given& other) { return other.name == given.name; });
+  });
+  all.insert(all.end(), own.begin(), own.end());
   return all;
+}
+
+// Samples whose heads have floors with a mean of `most`; all heads of each follow one another.
+int64_t scaled_samples(const Settings& settings, std::span<const HeadStats> heads, double most) {
+  const auto n = static_cast<size_t>(settings.profile->heads);
+  int64_t found = 0;
+  for (size_t first = 0; first + n <= heads.size(); first += n) {
+    double mean = 0;
+    for (const HeadStats& head : heads.subspan(first, n)) mean += head.alpha / static_cast<double>(n);
+    found += heads[first].groups > 0 && std::abs(mean - most) < 1e-9 ? 1 : 0;
+  }
+  return found;
 }
 
 }  // namespace
@@ -88,6 +107,10 @@ void MethodFlags::add(CLI::App& app, bool with_method) {
 }
 
 Settings MethodFlags::settings(const Surroundings& with, const std::string& target_density) const {
+  for (const std::string& item : set) {
+    const std::string name = item.substr(0, item.find('='));
+    require(!gives(method, {}, name), Status::invalid_argument, "--set: {} is given twice, here and in --method", name);
+  }
   Settings result = parse_method(method, model, set);
   if (!target_density.empty()) set_setting(result, "target_density", target_density);
   check_effects(method, model, set, result, with);
@@ -103,6 +126,37 @@ std::vector<double> parse_densities(const std::string& list) {
     densities.push_back(settings.target_density);
   }
   return densities;
+}
+
+void PointFlags::add(CLI::App& app) {
+  CLI::Option* densities = app.add_option("--density", density, "shares of keys to compare at")->capture_default_str();
+  app.add_option("--rho", rho, "values of rho to compare at, in the place of densities: what each keeps there is measured")
+      ->excludes(densities);
+  app.add_option("--set", set, "one setting of every method, as name=value; repeat for more (see `scope methods`)")
+      ->allow_extra_args(false);
+}
+
+std::vector<double> PointFlags::points() const {
+  if (!at_rho()) return parse_densities(density);
+  std::vector<double> values;
+  for (const std::string& text : split(rho, ',')) {
+    Settings settings;
+    set_setting(settings, "rho", text);
+    values.push_back(settings.rho);
+  }
+  return values;
+}
+
+Settings PointFlags::at(Settings settings, double point, const std::string& name) const {
+  if (!at_rho()) {
+    settings.target_density = point;
+    return settings;
+  }
+  require(row(settings.rule).rho, Status::invalid_argument, "--rho: {} has rule {}, which compares with none", name,
+          row(settings.rule).name);
+  settings.rho = point;
+  settings.target_density = 0;
+  return settings;
 }
 
 std::vector<std::string> target_notes(const Runner& runner, double target, const std::string& method) {
@@ -121,7 +175,15 @@ std::vector<std::string> target_notes(const Settings& settings, double density, 
   const double most = floor > 0 ? target / floor : 1;
   const auto lowered = std::count_if(heads.begin(), heads.end(),
                                      [&](const HeadStats& head) { return head.groups > 0 && head.alpha == most; });
-  if (floor > 0 && settings.profile != nullptr && lowered > 0) {
+  if (floor > 0 && settings.profile != nullptr && settings.target_scope == TargetScope::sample) {
+    const int64_t samples = scaled_samples(settings, heads, most);
+    if (samples > 0) {
+      notes.push_back(
+          fmt::format("{}: least shares of the profile scaled to a mean of {}, 1/{} of the target density, in {} "
+                      "samples",
+                      method, most, floor, samples));
+    }
+  } else if (floor > 0 && settings.profile != nullptr && lowered > 0) {
     notes.push_back(
         fmt::format("{}: least shares of the profile lowered to {}, 1/{} of the target density, in {} of {} heads", method,
                     most, floor, lowered, heads.size()));

@@ -32,13 +32,10 @@ void check_run(const Clip& clip) {
   const auto number = [](const nlohmann::ordered_json& json, const char* key) {
     return json.is_object() && json.contains(key) && json[key].is_number();
   };
-  if (run.contains("grid")) {
-    const auto& grid = run["grid"];
-    if (!grid.is_array() || grid.empty() ||
-        !std::all_of(grid.begin(), grid.end(), [](const auto& x) { return x.is_number(); })) {
-      wrong("grid is not a list of numbers");
-    }
-  }
+  const auto numbers = [](const nlohmann::ordered_json& json) {
+    return json.is_array() && std::all_of(json.begin(), json.end(), [](const auto& x) { return x.is_number(); });
+  };
+  if (run.contains("grid") && (!numbers(run["grid"]) || run["grid"].empty())) wrong("grid is not a list of numbers");
   if (run.contains("settings") && !run["settings"].is_object()) wrong("settings is not an object");
   if (run.contains("seconds")) {
     for (const char* key : {"total", "dense_prefix", "sparse_attention", "selection", "rest"}) {
@@ -52,11 +49,12 @@ void check_run(const Clip& clip) {
     if (!step.is_array() || step.empty() || step.size() != steps[0].size())
       wrong("layers: a step is not a list of every layer");
     for (const auto& layer : step) {
-      const bool whole =
-          number(layer, "density") && layer.contains("dense") && layer["dense"].is_boolean() && layer.contains("k_head") &&
-          layer["k_head"].is_array() &&
-          std::all_of(layer["k_head"].begin(), layer["k_head"].end(), [](const auto& x) { return x.is_number(); });
+      const bool whole = number(layer, "density") && layer.contains("dense") && layer["dense"].is_boolean() &&
+                         layer.contains("k_head") && numbers(layer["k_head"]);
       if (!whole) wrong("layers: a layer has no density, dense or k_head");
+      const bool heads = !layer.contains("head_density") ||
+                         (numbers(layer["head_density"]) && layer["head_density"].size() == layer["k_head"].size());
+      if (!heads) wrong("layers: head_density is not a number for each k_head");
     }
   }
 }

@@ -124,6 +124,23 @@ with tempfile.TemporaryDirectory() as FOLDER:
     (row,) = json.load(open(f"{FOLDER}/b.json"))["rows"]
     assert row["psnr"][0] == rows["svg2", 0.3]["psnr"][0]
 
+    # At a fixed rho the density is measured: that of a run with the same rho. A setting may be every variant's.
+    result = accept("ablate", *small, "--seeds", 1, "--variants", "scope,scope:rule=top_p", "--rho", "0.5,0.9", "--no-control",
+                    "-o", f"{FOLDER}/rho.json", "--csv", f"{FOLDER}/rho.csv")
+    data = json.load(open(f"{FOLDER}/rho.json"))
+    assert [(x["variant"], x["rho"]) for x in data["tables"][0]["lines"]] == [(v, r) for r in (0.5, 0.9) for v in ("scope", "scope:rule=top_p")]
+    for row in data["rows"]:
+        assert "target" not in row and row["settings"]["target_density"] == "none" and row["notes"] == []
+        accept("generate", *small, "--seed", 0, "--example", 0, "-o", f"{FOLDER}/given", "--method", row["variant"], "--set", f"rho={row['rho']}")
+        assert near(json.load(open(f"{FOLDER}/given/run.json"))["density"], row["density"][0]), row["variant"]
+        assert f"{row['variant']} at rho {row['rho']}  " in result.stdout and f"{row['density'][0]:.4f}" in result.stdout
+    assert open(f"{FOLDER}/rho.csv").readline().startswith("variant,rho,seed,density,")
+    accept("ablate", *small, "--seeds", 1, "--variants", "scope,scope:target_scope=head", "--density", "0.3", "--no-control",
+           "--set", "target_scope=sample", "-o", f"{FOLDER}/sample.json")
+    sample, head = json.load(open(f"{FOLDER}/sample.json"))["rows"]
+    assert (sample["settings"]["target_scope"], head["settings"]["target_scope"]) == ("sample", "head")
+    assert abs(sample["density"][0] - 0.3) < 0.005 and sample["psnr"] != head["psnr"] == rows["scope", 0.3]["psnr"][:1]
+
     # A run that is stopped leaves the seeds that were done, in a file of its own.
     checks += 1
     stopped = subprocess.Popen([SCOPE, "ablate", *map(str, small), "--seeds", "60", "--variants", "svg2", "--density", "0.3", "--no-control",
@@ -162,6 +179,12 @@ with tempfile.TemporaryDirectory() as FOLDER:
     refuse(2, "target_density", *small, "--density", "0.1,")
     refuse(2, "--suite", *small, "--suite", "paper", "--variants", "scope")
     refuse(2, "paper", *small, "--suite", "papers")
+    refuse(2, "--density", *small, "--rho", "0.9", "--density", "0.2")
+    refuse(2, "--rho", *small, "--suite", "paper", "--rho", "0.9")
+    refuse(2, "rho: got \"1.5\"", *small, "--rho", "0.5,1.5")
+    refuse(2, "--rho: sparge has rule blocks_topk", *small, "--rho", "0.9", "--variants", "scope,sparge")
+    refuse(2, "--set", *small, "--set", "target_scope")
+    refuse(2, "target_scope: got \"heads\", expected one of head, sample", *small, "--set", "target_scope=heads")
     # Bad input: 3.
     refuse(3, "the least that sparge keeps here is 1.0000", *small, "--variants", "sparge", "--density", "0.2", "--seeds", 1, "--no-control")
     refuse(3, "kernel", *small, "--variants", "scope:kernel=wgmma")

@@ -101,6 +101,15 @@ with tempfile.TemporaryDirectory() as folder:
         lines = xml.etree.ElementTree.parse(f"{folder}/c-{name}.svg").findall("{http://www.w3.org/2000/svg}polyline")
         assert [len(line.get("points").split()) for line in lines] == [2] * len(specs)
     assert "= 3x4x5" in accept(*compare, "--samples", "all", "--methods", "svg2", "--density", "0.3")
+    # At a given rho densities are measured; a setting may be every method's.
+    said = accept(*compare, "--methods", "scope,svg2:codes=60", "--rho", "0.5,0.9", "--set", "alpha=0", "--json", f"{folder}/c.json", "--csv", f"{folder}/c.csv")
+    given = json.load(open(f"{folder}/c.json"))
+    assert [(row["method"], row["rho"]) for row in given["rows"]] == [("dense", 1), *((m, r) for m in ("scope", "svg2:codes=60") for r in (0.5, 0.9))]
+    assert given["settings"]["scope"]["alpha"] == "0" and "scope at rho 0.5" in said and open(f"{folder}/c.csv").readline().startswith("method,rho,density")
+    assert given["rows"][1]["density"] < given["rows"][2]["density"] and all(row["notes"] == [] for row in given["rows"])
+    accept(*compare, "--methods", "scope", "--density", "0.4", "--set", "target_scope=sample", "--json", f"{folder}/c.json")
+    (_, row) = json.load(open(f"{folder}/c.json"))["rows"]
+    assert abs(row["density"] - 0.4) < 0.01, row
 
     # profile: the fewest keys that hold 95 % of a query's mass, the maximum over the files of one step and layer.
     tensors.save(BAD, {"q": 3 * q, "k": k, "v": v}, meta)
@@ -124,6 +133,11 @@ with tempfile.TemporaryDirectory() as folder:
     accept(*svoo, "--step", "0", "--stats", f"{folder}/s.json")
     clipped = [min(max(want["0", "1", str(h)], 0.15), 0.2) for h in range(2)]
     assert all(abs(h["alpha"] - x) < 1e-5 for h, x in zip(json.load(open(f"{folder}/s.json"))["heads"], clipped))
+    # Under a target over the sample, shares that are too large keep their proportions.
+    said = accept(*svoo, "--step", "0", "--stats", f"{folder}/s.json", "--target-density", "0.2", "--set", "target_scope=sample")
+    stats = json.load(open(f"{folder}/s.json"))
+    assert "scaled to a mean of 0.1" in said and stats["heads"][0]["rho"] == stats["heads"][1]["rho"], said
+    assert all(abs(h["alpha"] - 0.1 * x / np.mean(clipped)) < 1e-5 for h, x in zip(stats["heads"], clipped))
     kept = f"{folder}/svoo.bin"
     for step, iterations in ((1, 2), (2, 2), (3, 0)):
         accept(*svoo, "--step", str(step), "--set", "reuse_start=3", "--set", "reuse_steps=0", "--state", kept, "--stats", f"{folder}/s.json")
@@ -149,6 +163,8 @@ with tempfile.TemporaryDirectory() as folder:
     refuse(2, "its own line", *compare, "--methods", "dense")
     refuse(2, "target_density", *compare, "--density", "0.1,2")
     refuse(2, "target_density", *compare, "--density", "0.1,")
+    refuse(2, "--rho", *compare, "--density", "0.1", "--rho", "0.9")
+    refuse(2, "rule blocks_topk, which compares with none", *compare, "--methods", "sparge", "--rho", "0.9")
     refuse(2, "--samples", *compare, "--samples", "0")
     refuse(2, "setting", *compare, "--methods", "scope:rhoo=1")
     refuse(2, "subcommand")

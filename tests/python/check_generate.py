@@ -79,10 +79,18 @@ with tempfile.TemporaryDirectory() as FOLDER:
             assert call["dense"] == (step < 1 or layer < 1), (step, layer, call)
             assert len(call["k_head"]) == 2 and call["attention_seconds"] > 0 and call["selection_seconds"] >= 0
             assert call["density"] == 1 if call["dense"] else abs(call["density"] - 0.25) < 0.01
+            assert all(abs(d - call["density"]) < 0.01 for d in call["head_density"]) and len(call["head_density"]) == 2
     seconds = run["seconds"]
     assert abs(sum(v for k, v in seconds.items() if k != "total") - seconds["total"]) < 1e-6 and min(seconds.values()) > 0
     timed = sum(c["attention_seconds"] + c["selection_seconds"] for layers in run["layers"] for c in layers)
     assert abs(timed - seconds["dense_prefix"] - seconds["sparse_attention"] - seconds["selection"]) < 1e-6
+
+    # One rho for the heads of a call: they differ, and their mean meets the density.
+    said = accept("-o", f"{FOLDER}/sample", *small, "--target-density", "0.25", "--seed", 3, "--set", "target_scope=sample")
+    assert "density 0.2499" in said or "density 0.250" in said, said
+    calls = [c for layers in json.load(open(f"{FOLDER}/sample/run.json"))["layers"] for c in layers if not c["dense"]]
+    assert all(abs(np.mean(c["head_density"]) - c["density"]) < 1e-9 and abs(c["density"] - 0.25) < 0.01 for c in calls)
+    assert max(max(c["head_density"]) - min(c["head_density"]) for c in calls) > 0.05
 
     read = lambda name, file: open(f"{FOLDER}/{name}/{file}", "rb").read()
     accept("-o", f"{FOLDER}/again", *small, "--target-density", "0.25", "--latents", "--seed", 3, "--threads", 1)

@@ -33,11 +33,14 @@ def clip(name, frames, run=None):
     return f"{folder}/{name}"
 
 
-def run_json(method, density):
+def run_json(method, density, apart=None):
+    """apart: how far the densities of the two heads are from their mean; None: they are not in the file."""
     def layer(step, index):
         dense = method == "dense" or step == 0 or index == 0
-        return {"density": 1.0 if dense else density + 0.01 * index, "k_head": [0, 0] if dense else [40 + step, 50 + index], "dense": dense,
-                "attention_seconds": 0.1, "selection_seconds": 0.02}
+        mean = 1.0 if dense else density + 0.01 * index
+        heads = {} if apart is None else {"head_density": [1, 1] if dense else [mean - apart, mean + apart]}
+        return {"density": mean, "k_head": [0, 0] if dense else [40 + step, 50 + index], "dense": dense,
+                "attention_seconds": 0.1, "selection_seconds": 0.02} | heads
 
     return {"model": "m", "method": method, "settings": {"rho": "0.9", "groups": "auto" if method == "dense" else "30", "seed": "3"}, "grid": [5, 7, 10],
             "steps": 4, "seed": 7, "density": density, "seconds": {"total": 8.5, "dense_prefix": 4, "sparse_attention": 2, "selection": 1, "rest": 1.5},
@@ -53,7 +56,7 @@ def refuse(code, words, *arguments):
     assert not os.path.exists(page)
 
 
-def check_browser(page, frames, sections):
+def check_browser(page, frames, sections, maps=()):
     """The page tries itself under #selftest: what its canvases show must be the frames."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--window-size=1240,900",
                f"--user-data-dir={folder}/profile", "--dump-dom", f"file://{page}#selftest"]
@@ -64,6 +67,7 @@ def check_browser(page, frames, sections):
     assert "error" not in result, result
     assert result["fetched"] == [] and result["runs"] == len(frames) and not result["wide"], result
     assert result["sections"] == sections, result
+    assert result["maps"] == [list(each) for each in maps], result["maps"]
     count = len(frames[0])
 
     def corner(image):
@@ -87,6 +91,7 @@ with tempfile.TemporaryDirectory() as folder:
     far = [np.clip(f.astype(int) + rng.integers(-60, 61, f.shape), 0, 255).astype(np.uint8) for f in dense]
     nasty = "</script><b>"  # a name that would end the script
     clips = [f"Dense={clip('d', dense, run_json('dense', 1))}", f"{nasty}={clip('n', near, run_json('scope', 0.2))}", clip("far", far)]
+    layers, heads = [f"layer {i}" for i in range(3)], [f"{i}.{j}" for i in range(3) for j in range(2)]
     qkv, page = f"{folder}/qkv.safetensors", f"{folder}/page.html"
     assert scope("make-qkv", "--grid", "5x7x10", "--rope", "16,8,8", "-o", qkv).returncode == 0
     result = scope("report", *clips, "--qkv", qkv, "--skip", "2", "--title", "A & B", "-o", page)
@@ -112,7 +117,15 @@ with tempfile.TemporaryDirectory() as folder:
     assert [len(row["images"]) for row in data["clusters"][0]["rows"]] == [5, 5, 5]
     if BROWSER:
         check_browser(page, (dense, near, far),
-                      ["Clips", "PSNR by frame", "Where the time went", "Density and k_head", "Clusters of the keys", "Settings"])
+                      ["Clips", "PSNR by frame", "Where the time went", "Density and k_head", "Clusters of the keys", "Settings"],
+                      [(f"{nasty}: density", layers), (f"{nasty}: k_head", heads)])
+
+    # Heads that differ have a row each in the map of densities; heads that do not share their layer's.
+    together, unlike = clip("together", near, run_json("scope", 0.2, 0.002)), clip("unlike", far, run_json("scope", 0.2, 0.1))
+    assert scope("report", together, unlike, "-o", page).returncode == 0
+    if BROWSER:
+        check_browser(page, (near, far), ["Clips", "PSNR by frame", "Where the time went", "Density and k_head", "Settings"],
+                      [("together: density", layers), ("together: k_head", heads), ("unlike: density", heads), ("unlike: k_head", heads)])
 
     # Frames that need two sheets of 4096 x 4096, three rows of three on each.
     large = [np.full((1300, 1100, 3), (10 * i, 100, 200 - i), np.uint8) for i in range(14)]
@@ -128,6 +141,7 @@ with tempfile.TemporaryDirectory() as folder:
     refuse(2, ["--skip", "got 5"], f"{folder}/d", f"{folder}/n", "--skip", "5")
     refuse(2, ["--head", "0..1"], f"{folder}/d", "--qkv", qkv, "--head", "2")
     for name, change, words in (("a", {"seconds": {"total": 1}}, ["run.json", "dense_prefix"]), ("b", {"layers": [[{"density": 1}]]}, ["run.json", "layer"]),
-                                ("c", {"layers": [[], []]}, ["run.json", "step"]), ("e", {"grid": "5x7x10"}, ["run.json", "grid"])):
+                                ("c", {"layers": [[], []]}, ["run.json", "step"]), ("e", {"grid": "5x7x10"}, ["run.json", "grid"]),
+                                ("f", {"layers": [[{"density": 1, "dense": False, "k_head": [1, 2], "head_density": [0.1]}]]}, ["run.json", "head_density"])):
         refuse(3, words, f"{folder}/d", clip(name, dense, run_json("scope", 0.2) | change))
 print("report: whole, lossless, nothing fetched" + ("; it works in a browser" if BROWSER else ""))
