@@ -437,7 +437,7 @@ Sizes sizes_of(const WeighArgs& args) {
 Sizes sizes_of(const TailArgs& args) {
   Sizes sizes = sizes_of(args.proxy, args.heads);
   sizes.whole_codes = row(args.tail).per_code;
-  sizes.extra = row(args.tail).per_code ? args.proxy.codes : args.proxy.groups;
+  sizes.extra = row(args.tail).per_code ? args.proxy.codes : row(args.tail).per_group ? args.proxy.groups : 0;
   return sizes;
 }
 Sizes sizes_of(const AttendArgs& args) {
@@ -664,16 +664,22 @@ void run_tail(const Exec& exec, std::span<const TailArgs> in, int64_t head_gap) 
   if (in_place(exec, in)) return backend().tail(exec, in[0]);
   Mirror mirror(exec, in, head_gap);
   const Proxy& proxy = in[0].proxy;
-  const int64_t keys = sizes_of(in[0]).extra;
+  const int64_t keys = sizes_of(in[0]).extra, words = mask_words(proxy.k.tokens);
   mirror.chunk.heads = static_cast<int64_t>(in.size());
   mirror.proxy(FIELD(proxy));
   mirror.rows(FIELD(v));
   mirror.array(FIELD(sizes), proxy.groups);
-  mirror.array(FIELD(kept), proxy.groups * mask_words(proxy.k.tokens));
-  mirror.array(FIELD(k), keys * proxy.k.dim);
-  mirror.array(FIELD(value), keys * proxy.k.dim);
-  mirror.array(FIELD(bias), keys);
-  mirror.array(FIELD(mask), in[0].rows * mask_words(keys));
+  mirror.array(FIELD(kept), proxy.groups * words);
+  if (row(in[0].tail).mixes) {
+    mirror.shared(FIELD(keep), words);
+    mirror.array(FIELD(value), in[0].rows * proxy.k.dim);
+    mirror.array(FIELD(share), in[0].rows);
+  } else {
+    mirror.array(FIELD(k), keys * proxy.k.dim);
+    mirror.array(FIELD(value), keys * proxy.k.dim);
+    mirror.array(FIELD(bias), keys);
+    mirror.array(FIELD(mask), in[0].rows * mask_words(keys));
+  }
   mirror.scratch(FIELD(scratch), backend().tail_scratch(exec, chunk_sizes(in)));
   mirror.run([&](const TailArgs& chunk) { backend().tail(exec, chunk); });
 }
@@ -695,6 +701,10 @@ void run_attend(const Exec& exec, std::span<const AttendArgs> in, int64_t head_g
     mirror.array(FIELD(extra.v), extra * in[0].q.dim);
     mirror.array(FIELD(extra.bias), extra);
     mirror.array(FIELD(extra.mask), groups * mask_words(extra));
+  }
+  if (in[0].mix.share) {
+    mirror.array(FIELD(mix.share), groups);
+    mirror.array(FIELD(mix.row), groups * in[0].q.dim);
   }
   mirror.rows(FIELD(out));
   mirror.array(FIELD(lse), in[0].q.tokens);

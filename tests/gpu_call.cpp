@@ -87,7 +87,9 @@ TEST_F(GpuCalls, BitwiseOverRunsStreamsAndChunks) {
   const Inputs in(1, 7, 1100, 1100, 64, 33, DType::bf16);
   std::vector<Settings> all = baselines("0.3");
   for (const char* proxy : {"codes", "exact"}) {
-    all.push_back(method("scope", {{"partition", "even:3"}, {"rule", "target"}, {"tail", "first_order"}, {"proxy", proxy}}));
+    for (const char* tail : {"first_order", "mean"}) {
+      all.push_back(method("scope", {{"partition", "even:3"}, {"rule", "target"}, {"tail", tail}, {"proxy", proxy}}));
+    }
   }
   for (const Settings& each : all) {
     const auto settings = [&](const char* limit) {
@@ -117,7 +119,7 @@ TEST_F(GpuCalls, BitwiseOverRunsStreamsAndChunks) {
 TEST_F(GpuCalls, CapturedWarmCallsReplayWithNewData) {
   std::vector<Settings> all = baselines("0.3");
   for (const char* name : {"scope", "scope-exact"}) {
-    all.push_back(method(name, {{"partition", "even:3"}, {"rule", "target"}}));
+    all.push_back(method(name, {{"partition", "even:3"}, {"rule", "target"}, {"tail", "mean"}}));
   }
   for (Settings settings : std::vector(all)) {
     settings.target_scope = TargetScope::sample;

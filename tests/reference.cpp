@@ -14,10 +14,17 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// One query's keys: real ones from mask OR keep, then the extra ones with their bias.
+// One query's keys: real ones from mask OR keep, then the extra ones with their bias; and what is mixed in.
 struct Keys {
   std::vector<const double*> k, v;
   std::vector<double> bias;
+  double share = 0;
+  const float* mixed = nullptr;
+
+  void mix(double* out, int64_t dim, double& lse) const {
+    for (int64_t i = 0; i < dim && share > 0; ++i) out[i] = (1 - share) * out[i] + share * static_cast<double>(mixed[i]);
+    lse -= std::log1p(-share);
+  }
 };
 
 Keys keys_of_group(const AttendArgs& args, int64_t group, const Matrix& k, const Matrix& v, const Matrix& extra_k,
@@ -36,6 +43,10 @@ Keys keys_of_group(const AttendArgs& args, int64_t group, const Matrix& k, const
     if (mask_bit(args.extra.mask[0] + group * mask_words(args.extra.count), e)) {
       add(extra_k, extra_v, e, static_cast<double>(args.extra.bias[0][e]));
     }
+  }
+  if (args.mix.share) {
+    keys.share = static_cast<double>(args.mix.share[0][group]);
+    keys.mixed = args.mix.row[0] + group * args.q.dim;
   }
   return keys;
 }
@@ -486,16 +497,18 @@ Attention attend(const AttendArgs& args) {
       if (std::isfinite(logits[j])) result.largest_logit = std::max(result.largest_logit, std::abs(logits[j]));
     }
     const double high = n == 0 ? -kInfinity : *std::max_element(logits.begin(), logits.end());
-    if (high == -kInfinity) return;  // no key, or none that counts: zeros and -inf
-    double sum = 0;
     double* out = result.out.row(token);
+    double& lse = result.lse[static_cast<size_t>(token)];
+    if (high == -kInfinity) return keys.mix(out, dim, lse);  // no key, or none that counts: zeros and -inf
+    double sum = 0;
     for (size_t j = 0; j < n; ++j) {
       const double p = std::exp(logits[j] - high);
       sum += p;
       for (int64_t i = 0; i < dim; ++i) out[i] += p * keys.v[j][i];
     }
     for (int64_t i = 0; i < dim; ++i) out[i] /= sum;
-    result.lse[static_cast<size_t>(token)] = high + std::log(sum);
+    lse = high + std::log(sum);
+    keys.mix(out, dim, lse);
   });
   return result;
 }
@@ -514,7 +527,9 @@ Attention naive_attend(const AttendArgs& args, DType dtype) {
       p[j] = round(sum * args.scale + static_cast<float>(keys.bias[j]));
     }
     const float high = n == 0 ? -std::numeric_limits<float>::infinity() : *std::max_element(p.begin(), p.end());
-    if (std::isinf(high)) return;
+    double* to = result.out.row(token);
+    double& lse = result.lse[static_cast<size_t>(token)];
+    if (std::isinf(high)) return keys.mix(to, dim, lse);
     float sum = 0;
     for (float& x : p) sum += x = std::exp(x - high);
     std::vector<float> out(static_cast<size_t>(dim));
@@ -522,8 +537,10 @@ Attention naive_attend(const AttendArgs& args, DType dtype) {
       const float share = round(p[j] / sum);
       for (int64_t i = 0; i < dim; ++i) out[static_cast<size_t>(i)] += share * static_cast<float>(keys.v[j][i]);
     }
-    for (int64_t i = 0; i < dim; ++i) result.out.row(token)[i] = static_cast<double>(round(out[static_cast<size_t>(i)]));
-    result.lse[static_cast<size_t>(token)] = static_cast<double>(high + std::log(sum));
+    std::copy(out.begin(), out.end(), to);
+    lse = static_cast<double>(high + std::log(sum));
+    keys.mix(to, dim, lse);
+    for (int64_t i = 0; i < dim; ++i) to[i] = rounded(to[i], dtype);
   });
   return result;
 }

@@ -80,7 +80,7 @@ void spoil_invalid(Inputs& in, const Extra& extra) {
 // Methods with every way to leave keys out, and dense.
 std::vector<Settings> every_kind() {
   std::vector<Settings> all = baselines();
-  for (const char* tail : {"none", "first_order"}) {
+  for (const char* tail : {"none", "first_order", "mean"}) {
     for (const char* name : {"scope", "scope-exact", "dense"}) {
       all.push_back(method(name, {{"partition", "even:2"}, {"rule", "fixed"}, {"density", "0.2"}, {"tail", tail}}));
     }
@@ -266,7 +266,7 @@ TEST(Call, ASampleAloneEqualsItselfInABatch) {
   const Inputs both(2, 2, 340, 340, 64, 21);
   std::vector<Settings> all = baselines("0.3");
   for (const char* name : {"scope", "scope-exact"}) {
-    all.push_back(method(name, {{"partition", "even:4"}, {"tail", "first_order"}}));
+    for (const char* tail : {"first_order", "mean"}) all.push_back(method(name, {{"partition", "even:4"}, {"tail", tail}}));
   }
   for (const Settings& settings : all) {
     const Result batch = run(Plan(context, settings, both.shape()), both);

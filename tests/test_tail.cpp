@@ -95,30 +95,27 @@ struct MeanProblem {
   }
 };
 
-TEST(TailMeanOnCpu, DifferentialAgainstFloat64) {
+TEST(TailMean, DifferentialAgainstFloat64) {
   each_machine([](const Exec& exec) {
-    for (uint64_t seed = 0; seed < 60; ++seed) {
+    for (uint64_t seed = 0; seed < 120; ++seed) {
       SCOPED_TRACE(fmt::format("seed {}", seed));
       Random random(900 + seed);
       const DType dtype = random.pick(limits().dtypes);
-      const MeanProblem problem(random, dtype, random.between(1, 40), random.between(1, 300), random.pick(limits().dims),
-                                seed % 2 == 1, seed % 3 == 1);
+      // More groups than a block of threads has, and more keys than it takes at a time.
+      const MeanProblem problem(random, dtype, random.between(1, seed % 4 == 0 ? 200 : 40),
+                                random.between(1, seed % 5 == 0 ? 1500 : 300), random.pick(limits().dims), seed % 2 == 1,
+                                seed % 3 == 1);
       Guarded<float> value((problem.groups + 1) * problem.dim), share(problem.groups + 1);
-      GuardedScratch scratch(backend().tail_scratch(exec, {.heads = 1,
-                                                           .q_tokens = problem.tokens,
-                                                           .k_tokens = problem.tokens,
-                                                           .dim = problem.dim,
-                                                           .groups = problem.groups,
-                                                           .codes = problem.codes}));
       TailArgs args = problem.args;
+      GuardedScratch scratch(backend().tail_scratch(exec, sizes_of(args)));
       args.value = value.data();
       args.share = share.data();
       args.scratch = scratch_of(scratch);
-      backend().tail(exec, args);
+      run_tail(exec, {&args, 1});
       const std::vector<double> centre = problem.centre();
       for (int64_t g = 0; g <= problem.groups; ++g) {
         double all = 0, dropped = 0;
-        std::vector<double> mean(static_cast<size_t>(problem.dim));
+        std::vector<double> mean(static_cast<size_t>(problem.dim)), square(mean);
         const bool lives = g < problem.groups && problem.sizes[static_cast<size_t>(g)] > 0;
         for (size_t j = 0; lives && j < problem.rows.size(); ++j) {
           const double mass = std::exp(problem.logit(g, j));
@@ -126,17 +123,21 @@ TEST(TailMeanOnCpu, DifferentialAgainstFloat64) {
           if (mask_bit(problem.kept.data() + g * mask_words(problem.tokens), problem.rows[j])) continue;
           dropped += mass;
           for (int64_t c = 0; c < problem.dim; ++c) {
-            mean[static_cast<size_t>(c)] += mass * reference::element(problem.v.view(), problem.rows[j], c);
+            const double term = mass * reference::element(problem.v.view(), problem.rows[j], c);
+            mean[static_cast<size_t>(c)] += term;
+            square[static_cast<size_t>(c)] += term * term;
           }
         }
         for (int32_t t = 0; lives && args.keep != nullptr && t < problem.tokens; ++t) {
           if (mask_bit(problem.keep.data(), t)) all += std::exp(problem.dot(g, t, centre));
         }
         const double expected = dropped == 0 ? 0.0 : std::min(args.weight * dropped / all, 1 - 0x1p-10);
-        ASSERT_NEAR(share[g], expected, dropped == 0 ? 0.0 : 2e-5) << "group " << g;
+        ASSERT_NEAR(share[g], expected, dropped == 0 ? 0.0 : limits().tail_mass * expected + 2e-5) << "group " << g;
         for (int64_t c = 0; c < problem.dim; ++c) {
           const double want = dropped == 0 ? 0.0 : mean[static_cast<size_t>(c)] / dropped;
-          ASSERT_NEAR(value[g * problem.dim + c], want, 2e-5) << "group " << g << " channel " << c;
+          const double size = dropped == 0 ? 0.0 : std::sqrt(square[static_cast<size_t>(c)]) / dropped;
+          ASSERT_NEAR(value[g * problem.dim + c], want, limits().tail_mean * size + 2e-5)
+              << "group " << g << " channel " << c;
         }
       }
     }
@@ -149,9 +150,10 @@ Settings mean_settings(const char* rule, const char* weight) {
 }
 
 // Calls that differ by the weight alone: out is linear in what the tail mixes in, and LSE grows by -log(1 - share).
-TEST(TailMeanOnCpu, CallsMixTheMeanIn) {
-  const Context context(2);
-  const Inputs in(1, 2, 300, 300, 32, 5);
+TEST(TailMean, CallsMixTheMeanIn) {
+  const Context context = tested_context();
+  const DType dtype = backend().can.dtypes.has(DType::f32) ? DType::f32 : DType::f16;
+  const Inputs in(1, 2, 300, 300, 32, 5, dtype);
   const auto at = [&](const char* weight) { return run(Plan(context, mean_settings("fixed", weight), in.shape()), in); };
   const Result none = at("0"), half = at("0.4"), whole = at("0.8");
   const Settings plain = method("scope-exact", {{"rule", "fixed"}, {"density", "0.2"}, {"groups", "9"}});
@@ -159,10 +161,10 @@ TEST(TailMeanOnCpu, CallsMixTheMeanIn) {
   double moved = 0;
   for (size_t i = 0; i < none.out.size(); ++i) {
     const double a = none.out[i], b = half.out[i], c = whole.out[i];
-    ASSERT_NEAR(c - a, 2 * (b - a), 1e-5);
+    ASSERT_NEAR(c - a, 2 * (b - a), limits().out(dtype));
     moved = std::max(moved, std::abs(c - a));
   }
-  EXPECT_GT(moved, 0.01);
+  EXPECT_GT(moved, 0.1);
   double largest = 0;  // a group that keeps nearly all of the mass mixes in less than a float shows
   for (size_t i = 0; i < none.lse.size(); ++i) {
     const double share = 1 - std::exp(static_cast<double>(none.lse[i]) - static_cast<double>(half.lse[i]));
@@ -173,8 +175,8 @@ TEST(TailMeanOnCpu, CallsMixTheMeanIn) {
   EXPECT_GT(largest, 0.01);
 }
 
-TEST(TailMeanOnCpu, KeepingAllIsBitwiseWithoutTail) {
-  const Context context(2);
+TEST(TailMean, KeepingAllIsBitwiseWithoutTail) {
+  const Context context = tested_context();
   const Inputs in(1, 1, 200, 200, 16, 6);
   Settings settings = mean_settings("online", "1");
   set_setting(settings, "rho", "1");
@@ -185,13 +187,13 @@ TEST(TailMeanOnCpu, KeepingAllIsBitwiseWithoutTail) {
   EXPECT_EQ(with.lse, without.lse);
 }
 
-TEST(TailMeanOnCpu, EveryMethodTakesIt) {
-  const Context context(2);
+TEST(TailMean, EveryMethodTakesIt) {
+  const Context context = tested_context();
   const Inputs in(1, 1, 260, 260, 64, 7);
   for (const Method& row : methods_table()) {
     SCOPED_TRACE(row.name);
     Settings settings = method(row.name, {{"tail", "mean"}});
-    if (settings.dense) continue;
+    if (settings.dense || !tested_has(settings)) continue;
     set_setting(settings, "target_density", "0.5");
     Shape shape = in.shape();
     shape.rope = {24, 20, 20};

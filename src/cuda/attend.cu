@@ -163,7 +163,6 @@ int64_t attend_scratch(const Exec&, const Sizes& sizes) {
 void attend(const Exec& exec, const AttendArgs& args) {
   const int64_t count = args.heads;
   if (count == 0 || args.q.tokens == 0) return;
-  require(!args.mix.share, Status::unsupported, "attend on CUDA mixes nothing in");
   const int64_t groups = args.offsets ? args.groups : 1, dim = args.q.dim, extra = args.extra.count;
   require(args.q.dtype != DType::f32, Status::dtype, "attend on CUDA takes f16 or bf16");
   require(dim % 8 == 0 && dim <= 128, Status::shape, "attend on CUDA takes a head_dim that is a multiple of 8, up to 128");
@@ -205,6 +204,8 @@ void attend(const Exec& exec, const AttendArgs& args) {
                           .extra_v = {at.extra_v, extra * dim},
                           .extra_bias = args.extra.bias,
                           .extra_mask = in.extra_mask,
+                          .mix_share = args.mix.share,
+                          .mix_row = args.mix.row,
                           .tiles = at.tiles,
                           .tile_count = at.counter,
                           .next_tile = at.counter + 1,

@@ -32,6 +32,7 @@ struct AttendLaunch {
   PerHead<const uint16_t> extra_k, extra_v;  // [E, dim] in T
   PerHead<const float> extra_bias;           // [E]
   PerHead<const uint32_t> extra_mask;        // [groups, mask_words(E)]
+  PerHead<const float> mix_share, mix_row;   // [groups], [groups, dim]; null: nothing is mixed in
   const AttendTile* tiles;                   // in the order in which blocks should take them
   const int32_t* tile_count;                 // [1] on the device
   int32_t* next_tile;                        // [1] on the device, 0 at launch: blocks take tiles by atomicAdd

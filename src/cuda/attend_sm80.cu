@@ -282,6 +282,8 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
   copy_async_wait();  // a tile without keys has only waited for them, not for Q
 
   const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
+  const float share = at.mix_share ? at.mix_share[tile.head][tile.group] : 0.0f;
+  const float* mixed = share > 0 ? at.mix_row[tile.head] + int64_t{tile.group} * at.dim + 2 * (lane % 4) : nullptr;
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
@@ -292,14 +294,16 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
       const int row = h * kHalf + 16 * warp + 8 * r + lane / 4;
       if (row >= tile.rows) continue;
       const int64_t token = query(row);
-      const float inverse = all == 0 ? 0 : 1 / all;
+      const float scale = all == 0 ? 0 : (1 - share) / all;
       uint16_t* out = at.out.row(tile.head, token) + 2 * (lane % 4);
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d) {
-        const uint32_t pair = pack<T>(o[h][d][2 * r] * inverse, o[h][d][2 * r + 1] * inverse);
-        if (8 * d < at.dim) *reinterpret_cast<uint32_t*>(out + 8 * d) = pair;
+        if (8 * d >= at.dim) break;
+        float2 x{o[h][d][2 * r] * scale, o[h][d][2 * r + 1] * scale};
+        if (mixed != nullptr) x = {fmaf(share, mixed[8 * d], x.x), fmaf(share, mixed[8 * d + 1], x.y)};
+        *reinterpret_cast<uint32_t*>(out + 8 * d) = pack<T>(x.x, x.y);
       }
-      if (at.lse && lane % 4 == 0) at.lse[tile.head][token] = top[h][r] * at.scale + logf(all);
+      if (at.lse && lane % 4 == 0) at.lse[tile.head][token] = top[h][r] * at.scale + logf(all) - log1pf(-share);
     }
   }
 }

@@ -326,8 +326,10 @@ struct Softmax {
 };
 
 // Writes a row's part that a quad holds: after a transpose each lane has eight consecutive channels of every 32.
+// `mixed`: what is added, times `share`; null: nothing.
 template <DType kType, int kCount>
-__device__ void store_row(const float (&o)[kCount], int h, float scale, uint16_t* row, int dim) {
+__device__ void store_row(const float (&o)[kCount], int h, float scale, const float* mixed, float share, uint16_t* row,
+                          int dim) {
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int g = 0; g < kCount / 16; ++g) {
@@ -335,7 +337,13 @@ __device__ void store_row(const float (&o)[kCount], int h, float scale, uint16_t
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = 16 * g + 4 * j + 2 * h;
-      w[j] = pack<kType>(o[i] * scale, o[i + 1] * scale);
+      const int channel = 32 * g + 8 * j + 2 * lane;
+      float2 x{o[i] * scale, o[i + 1] * scale};
+      if (mixed != nullptr && channel < dim) {
+        const float2 added = *reinterpret_cast<const float2*>(mixed + channel);
+        x = {fmaf(share, added.x, x.x), fmaf(share, added.y, x.y)};
+      }
+      w[j] = pack<kType>(x.x, x.y);
     }
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
@@ -556,13 +564,17 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
       }
       fetch_queries(shared.tiles[ring.slot]);
     }
+    const float share = at.mix_share ? at.mix_share[tile.head][tile.group] : 0.0f;
+    const float* mixed = share > 0 ? at.mix_row[tile.head] + int64_t{tile.group} * at.dim : nullptr;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (split && group != 0) break;
       const float sum = softmax.sum[h];
       uint16_t* row = token[h] == kNoKey ? nullptr : at.out.row(tile.head, token[h]);
-      store_row<C::kType>(o, h, sum == 0.0f ? 0.0f : 1 / sum, row, at.dim);
-      if (at.lse && row != nullptr && lane % 4 == 0) at.lse[tile.head][token[h]] = softmax.high[h] * at.scale + logf(sum);
+      store_row<C::kType>(o, h, sum == 0.0f ? 0.0f : (1 - share) / sum, mixed, share, row, at.dim);
+      if (at.lse && row != nullptr && lane % 4 == 0) {
+        at.lse[tile.head][token[h]] = softmax.high[h] * at.scale + logf(sum) - log1pf(-share);
+      }
     }
     release_tile(slot);
   }

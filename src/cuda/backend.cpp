@@ -202,7 +202,7 @@ constexpr Backend kCuda = {
             .rules = {Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target, Rule::clusters, Rule::blocks_topk,
                       Rule::blocks_cdf},
             .target_scopes = {TargetScope::head, TargetScope::sample},
-            .tails = {Tail::none, Tail::first_order}},
+            .tails = {Tail::none, Tail::first_order, Tail::mean}},
     .open = open,
     .present = present,
     .inventory = inventory,

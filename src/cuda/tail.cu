@@ -1,4 +1,4 @@
-// The first-order tail on CUDA: for each group, the softmax-weighted means of the keys and values that it drops.
+// tail on CUDA: for each group, softmax-weighted sums of the values (and keys) that it drops, and what is made of them.
 #include <algorithm>
 
 #include "core/numeric.h"
@@ -10,46 +10,64 @@ namespace scope::cuda {
 
 namespace {
 
-// A block has 32 groups and a part of the keys, 64 at a time. Each of its warps takes 16 of the groups and 16 of the 64
-// keys, computes their weights where its multiplication wants them, and sums all channels of keys and values.
-constexpr int kGroups = 32, kKeys = 64, kQuarters = 4, kThreads = 256, kMeanThreads = 128;
+// Keys and values pass through shared memory 64 at a time. A warp has a tile of 16 groups and some of the 64 keys, computes
+// their weights where its multiplication wants them, and sums all channels.
+constexpr int kTile = 16, kKeys = 64, kMeanThreads = 128, kMostDim = 128;
 // The highest logit seen may lag this far behind the true one, which saves most of the rescaling.
 constexpr float kLag = 6, kLog2E = 1.44269504f;
-// Bytes of shared memory beside the dynamic part.
-constexpr int kStaticShared = 2 * kGroups * kKeys / 32 * 4 + 2 * kQuarters * kGroups * 4;
-
-constexpr int kTailParts = 8;  // of the keys; a constant, so that the sums do not depend on the chunk
-
-struct TailLaunch {
-  HeadRows<const uint16_t> v;
-  PerHead<float> k, value, bias;
-  PerHead<const int32_t> sizes;
-  PerHead<float> parts;  // scratch [groups, kTailParts, 2 + 2 dim]
-};
-
-// The keys that each group keeps.
-struct KeptLaunch {
-  PerHead<const uint32_t> rows;  // [groups, words]
-  int64_t words;
-};
-
-int64_t parts_size(int64_t groups, int64_t dim) { return groups * kTailParts * (2 + 2 * dim); }
+constexpr float kMostShare = 1 - 0x1p-10f;
 
 // Where logits come from. Shared tables are [groups / 8][subspaces, codes][8 groups]: four keys' codes fall into
 // different banks more often than not.
 enum class Source { exact, shared_tables, tables };
 
-// Dynamic shared memory in bytes: two stages of keys and values, their codes, then tables or centroids.
-template <int kDim>
+// How the work is cut: constants of the proxy and the tail, so that sums do not depend on the chunk. Where tables leave room
+// for few groups in a block, or sums leave few registers, several warps share a tile's keys.
+struct Cut {
+  int splits;      // warps that share a tile
+  int parts;       // of the keys, each for one block
+  int most_tiles;  // of a block
+
+  __host__ __device__ constexpr int partials() const { return splits * parts; }
+  __host__ __device__ constexpr int most_threads() const { return 32 * most_tiles * splits; }
+};
+__host__ __device__ constexpr Cut cut_of(bool exact, bool mean) {
+  if (exact) return mean ? Cut{1, 8, 10} : Cut{2, 4, 4};
+  return mean ? Cut{4, 4, 3} : Cut{4, 4, 2};
+}
+constexpr int kMostParts = 8;
+
+// A partial result for one group: about its highest logit, what the keys that it drops weigh relative to it, what the
+// others weigh (mean), a spare, and the weighted sums of values (and of keys).
+constexpr int kHeader = 4;
+
+struct TailLaunch {
+  HeadRows<const uint16_t> v;
+  PerHead<const int32_t> sizes;
+  PerHead<const uint32_t> kept;  // [groups, words]
+  int64_t words;
+  int32_t partials, width;  // of a partial result
+  PerHead<float> sums;      // scratch [groups, partials, width]
+  PerHead<float> centre;    // scratch [parts, dim]
+};
+
+int64_t sums_size(int64_t groups, int64_t dim, bool exact, bool mean) {
+  return groups * cut_of(exact, mean).partials() * (kHeader + (mean ? 1 : 2) * dim);
+}
+int64_t tail_floats(int64_t groups, int64_t dim, bool exact, bool mean) {
+  return round_up(sums_size(groups, dim, exact, mean) + kMostParts * dim, 4);
+}
+
+// Dynamic shared memory in bytes: two stages of values and keys, their codes, then tables or centroids.
+template <int kDim, Source kSource, bool kMean>
 struct Space {
-  static constexpr int kRows = kKeys * kDim * 2, kStage = 2 * kRows;
+  static constexpr bool kExact = kSource == Source::exact, kLoadsKeys = kExact || !kMean;
+  static constexpr int kRows = kKeys * kDim * 2, kStage = (kLoadsKeys ? 2 : 1) * kRows;
   static constexpr int kCodes = 2 * kStage;
-  __host__ __device__ static int source(const ProxyLaunch& p) {
-    return kCodes + (p.exact ? 0 : 2 * p.subspaces * kKeys * 4);
-  }
-  static int64_t bytes(const ProxyLaunch& p, Source from) {
-    if (from == Source::exact) return source(p) + int64_t{2} * kGroups * kDim * 2;
-    return source(p) + (from == Source::tables ? 0 : int64_t{kGroups} * p.subspaces * p.codes * 4);
+  __host__ __device__ static int source(const ProxyLaunch& p) { return kCodes + (kExact ? 0 : 2 * p.subspaces * kKeys * 4); }
+  static int64_t bytes(const ProxyLaunch& p, int tiles) {
+    const int64_t group = kExact ? 2 * kDim * 2 : kSource == Source::tables ? 0 : int64_t{p.subspaces} * p.codes * 4;
+    return source(p) + tiles * kTile * group;
   }
 };
 
@@ -74,61 +92,61 @@ __device__ uint32_t kept_bits(const ProxyLaunch& p, const uint32_t* row, int32_t
 }
 
 // Which of keys [first, first + 32) a group drops, as bits.
-__device__ uint32_t dropped_bits(const ProxyLaunch& p, const KeptLaunch& mask, const TailLaunch& tail, int64_t head,
-                                 int group, int64_t first, int64_t end) {
+__device__ uint32_t dropped_bits(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group, int64_t first,
+                                 int64_t end) {
   if (group >= p.groups || first >= end || tail.sizes[head][group] == 0) return 0;
   const uint32_t valid = end - first >= 32 ? ~0u : (1u << (end - first)) - 1;
-  return valid & ~kept_bits(p, mask.rows[head] + group * mask.words, static_cast<int32_t>(first));
+  return valid & ~kept_bits(p, tail.kept[head] + group * tail.words, static_cast<int32_t>(first));
 }
 
-// The same sums for one group, key by key: a kept key or value that is not finite must not reach them, and products with
-// a weight of zero would let it.
-__device__ float plain_sum(const ProxyLaunch& p, const KeptLaunch& mask, const TailLaunch& tail, int64_t head, int group,
-                           int64_t begin, int64_t end, float top, int channel, float& total) {
+// The same sum of one channel for one group, key by key: a kept key or value that is not finite must not reach it, and a
+// product with a weight of zero would let it. The warp's keys are [own, own + count) of every 64.
+__device__ float plain_sum(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group, int64_t begin, int64_t end,
+                           int own, int count, float top, int channel) {
   float sum = 0;
-  total = 0;
-  for (int64_t first = begin; first < end; first += 32) {
-    for (uint32_t bits = dropped_bits(p, mask, tail, head, group, first, end); bits != 0; bits &= bits - 1) {
-      const auto key = static_cast<int32_t>(first) + __ffs(static_cast<int>(bits)) - 1, token = p.token(key);
-      const float logit = p.score(static_cast<int32_t>(head), group, key);
+  for (int64_t first = begin + own; first < end; first += kKeys) {
+    for (int64_t key = first; key < min(first + count, end); ++key) {
+      const int64_t word = (key - begin) / 32 * 32 + begin;
+      if ((dropped_bits(p, tail, head, group, word, end) >> (key - word) & 1) == 0) continue;
+      const int32_t token = p.token(static_cast<int32_t>(key));
+      const float logit = p.score(static_cast<int32_t>(head), group, static_cast<int32_t>(key));
       if (isnan(logit)) continue;
-      const float weight = expf(logit - top);
-      total += weight;
-      sum = fmaf(weight,
-                 p.element(channel < p.dim ? p.k.row(head, token)[channel] : tail.v.row(head, token)[channel - p.dim]), sum);
+      const uint16_t* row = channel < p.dim ? tail.v.row(head, token) + channel : p.k.row(head, token) + channel - p.dim;
+      sum = fmaf(expf(logit - top), p.element(*row), sum);
     }
   }
   return sum;
 }
 
-// A part's result for one group: about its highest dropped logit, the sum of weights relative to it, and two weighted sums.
-template <class T, int kDim, Source kSource>
-__global__ void __launch_bounds__(kThreads, 1) tail_sums(ProxyLaunch p, KeptLaunch mask, TailLaunch tail, int group_blocks) {
-  extern __shared__ __align__(256) char shared[];  // places are XORed with channel offsets
-  __shared__ uint32_t dropped[2][kGroups][kKeys / 32];
-  __shared__ float tops[kQuarters][kGroups], totals[kQuarters][kGroups];
-  auto* const codes = reinterpret_cast<int32_t*>(shared + Space<kDim>::kCodes);  // [2 stages][subspaces][kKeys]
-  char* const source = shared + Space<kDim>::source(p);
+template <class T, int kDim, Source kSource, bool kMean>
+__global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_threads(), 1)
+    tail_sums(ProxyLaunch p, TailLaunch tail, int tiles, int group_blocks) {
+  using At = Space<kDim, kSource, kMean>;
+  constexpr Cut kCut = cut_of(At::kExact, kMean);
+  constexpr int kSums = kMean ? 1 : 2, kParts = kCut.parts, kOwn = kKeys / kCut.splits;
+  extern __shared__ __align__(256) char shared[];                       // places are XORed with channel offsets
+  auto* const codes = reinterpret_cast<int32_t*>(shared + At::kCodes);  // [2 stages][subspaces][kKeys]
+  char* const source = shared + At::source(p);
   auto* const tables = reinterpret_cast<float*>(source);
 
-  const int64_t head = blockIdx.x / kTailParts / group_blocks;
-  const int group0 = blockIdx.x / kTailParts % group_blocks * kGroups, part = blockIdx.x % kTailParts;
+  const int64_t head = blockIdx.x / kParts / group_blocks;
+  const int group0 = static_cast<int>(blockIdx.x) / kParts % group_blocks * tiles * kTile, part = blockIdx.x % kParts;
   const int64_t steps = (p.count + kKeys - 1) / kKeys;
-  const int64_t begin = steps * part / kTailParts * kKeys;
-  const int64_t end = min(steps * (part + 1) / kTailParts * kKeys, int64_t{p.count});
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int tile = warp % 2, quarter = warp / 2;
+  const int64_t begin = steps * part / kParts * kKeys, end = min(steps * (part + 1) / kParts * kKeys, int64_t{p.count});
+  const int thread = threadIdx.x, threads = blockDim.x, warp = warp_index(), lane = thread % 32;
+  const int tile = warp % tiles, own = warp / tiles * kOwn;  // its first key of 64
+  const int tile0 = group0 + tile * kTile;                   // the tile's first group
   const int all_codes = p.subspaces * p.codes;
 
   if constexpr (kSource == Source::shared_tables) {
-    for (int i = thread; i < kGroups * all_codes; i += kThreads) {
+    for (int i = thread; i < tiles * kTile * all_codes; i += threads) {
       const int group = i / all_codes, at = i % all_codes;
       const int from = min(group0 + group, p.groups - 1);
       tables[(group / 8 * all_codes + at) * 8 + group % 8] = p.tables[head][int64_t{from} * all_codes + at];
     }
   }
-  if constexpr (kSource == Source::exact) {  // centroids in two 16-bit parts
-    for (int i = thread; i < kGroups * kDim / 2; i += kThreads) {
+  if constexpr (At::kExact) {  // centroids in two 16-bit parts
+    for (int i = thread; i < tiles * kTile * kDim / 2; i += threads) {
       const int group = i / (kDim / 2), channel = i % (kDim / 2) * 2;
       float2 x{0, 0};
       if (group0 + group < p.groups && channel < p.dim) {
@@ -137,25 +155,26 @@ __global__ void __launch_bounds__(kThreads, 1) tail_sums(ProxyLaunch p, KeptLaun
       const uint32_t high = pack<T>(x.x, x.y);
       char* const to = source + chunk_place<kDim>(group, channel / 8) + channel % 8 * 2;
       *reinterpret_cast<uint32_t*>(to) = high;
-      *reinterpret_cast<uint32_t*>(to + kGroups * kDim * 2) =
+      *reinterpret_cast<uint32_t*>(to + tiles * kTile * kDim * 2) =
           pack<T>(x.x - p.element(static_cast<uint16_t>(high)), x.y - p.element(static_cast<uint16_t>(high >> 16)));
     }
   }
 
   const auto fetch = [&](int64_t first, int stage) {
     constexpr int kChunks = kDim / 8;
-    const int chunk = thread % kChunks;
-    const uint32_t to = shared_address(shared) + stage * Space<kDim>::kStage;
-#pragma unroll
-    for (int row = thread / kChunks; row < kKeys; row += kThreads / kChunks) {
+    const uint32_t to = shared_address(shared) + stage * At::kStage;
+    for (int i = thread; i < kKeys * kChunks; i += threads) {
+      const int row = i / kChunks, chunk = i % kChunks;
       const bool valid = first + row < end && 8 * chunk < p.dim;
       const int32_t token = valid ? p.token(static_cast<int32_t>(first) + row) : 0;
       const uint32_t place = to + chunk_place<kDim>(row, chunk);
-      copy_async_16(place, valid ? p.k.row(head, token) + 8 * chunk : p.k.base, valid);
-      copy_async_16(place + Space<kDim>::kRows, valid ? tail.v.row(head, token) + 8 * chunk : tail.v.base, valid);
+      copy_async_16(place, valid ? tail.v.row(head, token) + 8 * chunk : tail.v.base, valid);
+      if constexpr (At::kLoadsKeys) {
+        copy_async_16(place + At::kRows, valid ? p.k.row(head, token) + 8 * chunk : p.k.base, valid);
+      }
     }
-    if constexpr (kSource != Source::exact) {
-      for (int i = thread; i < p.subspaces * kKeys; i += kThreads) {
+    if constexpr (!At::kExact) {
+      for (int i = thread; i < p.subspaces * kKeys; i += threads) {
         const int64_t key = first + i % kKeys;
         const int32_t* labels = p.labels[head];
         copy_async_4(shared_address(codes + stage * p.subspaces * kKeys + i),
@@ -163,21 +182,18 @@ __global__ void __launch_bounds__(kThreads, 1) tail_sums(ProxyLaunch p, KeptLaun
       }
     }
   };
+  // A lane has one of the two words of one of the tile's groups.
   const auto dropped_word = [&](int64_t first) {
-    return thread >= kGroups * kKeys / 32
-               ? 0
-               : dropped_bits(p, mask, tail, head, group0 + thread / (kKeys / 32), first + thread % (kKeys / 32) * 32, end);
-  };
-  const auto set_dropped = [&](int stage, uint32_t word) {
-    if (thread < kGroups * kKeys / 32) dropped[stage][0][thread] = word;
+    return dropped_bits(p, tail, head, tile0 + lane / 2, first + lane % 2 * 32, end);
   };
 
   // Entry 2 r + e of a fragment is row lane / 4 + 8 r, column 2 (lane % 4) + e.
-  float sum[2][kDim / 8][4] = {};  // of keys, of values; [8 channels]
-  float high[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
+  float sum[kSums][kDim / 8][4] = {};  // of values, of keys; [8 channels]
+  float high[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0}, others[2] = {0, 0};
+  uint32_t word = 0;
   if (begin < end) {
     fetch(begin, 0);
-    set_dropped(0, dropped_word(begin));
+    word = dropped_word(begin);
   }
   for (int64_t first = begin; first < end; first += kKeys) {
     const int stage = static_cast<int>((first - begin) / kKeys % 2);
@@ -188,54 +204,70 @@ __global__ void __launch_bounds__(kThreads, 1) tail_sums(ProxyLaunch p, KeptLaun
       fetch(first + kKeys, stage ^ 1);
       next = dropped_word(first + kKeys);
     }
-    const uint32_t rows = shared_address(shared) + stage * Space<kDim>::kStage + quarter * 16 * kDim * 2;
+    const uint32_t values = shared_address(shared) + stage * At::kStage + own * kDim * 2;
 
-    float logit[2][4] = {};  // [8 keys]
-    if constexpr (kSource == Source::exact) {
+    float logit[kOwn / 8][4] = {};  // [8 keys]
+    if constexpr (At::kExact) {
       const int q_row = lane % 16, k_row = lane % 8 + lane / 16 * 8;
-      const uint32_t q = shared_address(source) + chunk_place<kDim>(tile * 16 + q_row, lane / 16);
-      const uint32_t k = rows + chunk_place<kDim>(k_row, lane / 8 % 2);
+      const uint32_t q = shared_address(source) + chunk_place<kDim>(tile * kTile + q_row, lane / 16);
+      const uint32_t k = values + At::kRows + chunk_place<kDim>(k_row, lane / 8 % 2);
 #pragma unroll
       for (int c = 0; c < kDim / 16; ++c) {
-        uint32_t a[4], b[4];
-        load_matrix_x4(b, k ^ (c * 32));
+        uint32_t a[2][4];
+        load_matrix_x4(a[0], q ^ (c * 32));
+        load_matrix_x4(a[1], (q ^ (c * 32)) + tiles * kTile * kDim * 2);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          load_matrix_x4(a, (q ^ (c * 32)) + half * kGroups * kDim * 2);
-          mma_16x8x16<T>(logit[0], a, b[0], b[1]);
-          mma_16x8x16<T>(logit[1], a, b[2], b[3]);
+        for (int n = 0; n < kOwn / 16; ++n) {
+          uint32_t b[4];
+          load_matrix_x4(b, (k ^ (c * 32)) + n * 16 * kDim * 2);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            mma_16x8x16<T>(logit[2 * n], a[half], b[0], b[1]);
+            mma_16x8x16<T>(logit[2 * n + 1], a[half], b[2], b[3]);
+          }
         }
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) logit[i / 4][i % 4] *= p.scale;
+      for (int i = 0; i < kOwn / 2; ++i) logit[i / 4][i % 4] *= p.scale;
     } else {
-      const int32_t* code = codes + stage * p.subspaces * kKeys + quarter * 16 + lane % 4 * 2;
+      const int32_t* code = codes + stage * p.subspaces * kKeys + own + lane % 4 * 2;
       const int row = lane / 4;
       for (int m = 0; m < p.subspaces; ++m, code += kKeys) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {  // keys +0, +1, +8, +9, each in two groups
-          const int column = i / 2 % 2 + i / 4 * 8, r = i % 2;
-          const int at = m * p.codes + code[column];
+        for (int i = 0; i < kOwn / 2; ++i) {  // keys +0, +1, +8, +9, …, each in two groups
+          const int n = i / 4, e = i / 2 % 2, r = i % 2;
+          const int at = m * p.codes + code[8 * n + e];
           if constexpr (kSource == Source::shared_tables) {
-            logit[i / 4][2 * r + i / 2 % 2] += tables[((2 * tile + r) * all_codes + at) * 8 + row];
+            logit[n][2 * r + e] += tables[((2 * tile + r) * all_codes + at) * 8 + row];
           } else {
-            const int group = min(group0 + tile * 16 + row + 8 * r, p.groups - 1);
-            logit[i / 4][2 * r + i / 2 % 2] += p.tables[head][int64_t{group} * all_codes + at];
+            const int group = min(tile0 + row + 8 * r, p.groups - 1);
+            logit[n][2 * r + e] += p.tables[head][int64_t{group} * all_codes + at];
           }
         }
       }
     }
 
+    // Keys that do not weigh: those past the end, and under the first order those that are kept.
+    uint32_t drops[2][2];  // [row][word]
     float factor[2];
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t bits = dropped[stage][tile * 16 + lane / 4 + 8 * r][quarter / 2] >> (quarter % 2 * 16 + lane % 4 * 2);
+      for (int w = 0; w < 2; ++w) drops[r][w] = __shfl_sync(~0u, word, 2 * (lane / 4 + 8 * r) + w) >> (lane % 4 * 2);
+    }
+    const auto is_dropped = [&](int r, int n, int e) {
+      const int at = own + 8 * n;
+      return (drops[r][at / 32] >> (at % 32 + e) & 1) != 0;
+    };
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       float top = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = logit[i / 2][2 * r + i % 2];
-        if ((bits >> (i / 2 * 8 + i % 2) & 1) == 0 || isnan(x)) x = -INFINITY;
+      for (int i = 0; i < kOwn / 4; ++i) {
+        const int n = i / 2, e = i % 2;
+        float& x = logit[n][2 * r + e];
+        const bool weighs = kMean ? first + own + 8 * n + lane % 4 * 2 + e < end : is_dropped(r, n, e);
+        if (!weighs || isnan(x)) x = -INFINITY;
         top = fmaxf(top, x);
       }
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -251,166 +283,260 @@ __global__ void __launch_bounds__(kThreads, 1) tail_sums(ProxyLaunch p, KeptLaun
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         total[r] *= factor[r];
+        others[r] *= factor[r];
 #pragma unroll
-        for (int i = 0; i < kDim / 2; ++i) sum[i / (kDim / 4)][i / 2 % (kDim / 8)][2 * r + i % 2] *= factor[r];
+        for (int i = 0; i < kSums * kDim / 4; ++i) sum[i / (kDim / 4)][i / 2 % (kDim / 8)][2 * r + i % 2] *= factor[r];
       }
     }
 
-    uint32_t weight[4];  // rounded to 16 bits, and summed as rounded: the means are means of what is multiplied
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = i % 2;
-      const float base = high[r] == -INFINITY ? 0 : high[r];
-      const auto weigh = [&](int e) { return exp2_fast((logit[i / 2][2 * r + e] - base) * kLog2E); };
-      weight[i] = pack<T>(weigh(0), weigh(1));
-      total[r] += p.element(static_cast<uint16_t>(weight[i])) + p.element(static_cast<uint16_t>(weight[i] >> 16));
-    }
+    for (int j = 0; j < kOwn / 16; ++j) {
+      uint32_t weight[4];  // rounded to 16 bits, and summed as rounded: the means are means of what is multiplied
 #pragma unroll
-    for (int tensor = 0; tensor < 2; ++tensor) {
-      const uint32_t x = rows + tensor * Space<kDim>::kRows + chunk_place<kDim>(lane % 16, lane / 16);
+      for (int i = 0; i < 4; ++i) {
+        const int r = i % 2, n = 2 * j + i / 2;
+        const float base = high[r] == -INFINITY ? 0 : high[r];
+        float w[2];
 #pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) {
-        uint32_t b[4];
-        load_matrix_x4_transposed(b, x ^ (d * 32));
-        mma_16x8x16<T>(sum[tensor][2 * d], weight, b[0], b[1]);
-        mma_16x8x16<T>(sum[tensor][2 * d + 1], weight, b[2], b[3]);
+        for (int e = 0; e < 2; ++e) {
+          w[e] = exp2_fast((logit[n][2 * r + e] - base) * kLog2E);
+          if (kMean && !is_dropped(r, n, e)) {
+            others[r] += w[e];
+            w[e] = 0;
+          }
+        }
+        weight[i] = pack<T>(w[0], w[1]);
+        total[r] += p.element(static_cast<uint16_t>(weight[i])) + p.element(static_cast<uint16_t>(weight[i] >> 16));
       }
-    }
-    set_dropped(stage ^ 1, next);
-  }
-
-  // The four quarters add up in their order, in memory that the stages no longer need.
-  constexpr int kPitch = 2 * kDim + 4;
-  auto* const sums = reinterpret_cast<float*>(shared);  // [kGroups][kPitch]
-  static_assert(kGroups * kPitch * 4 <= 2 * Space<kDim>::kStage);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    total[r] += __shfl_xor_sync(~0u, total[r], 1);
-    total[r] += __shfl_xor_sync(~0u, total[r], 2);
-    const int group = tile * 16 + lane / 4 + 8 * r;
-    if (lane % 4 == 0) tops[quarter][group] = high[r], totals[quarter][group] = total[r];
-  }
-  __syncthreads();
-  const auto top_of = [&](int group) {
-    return fmaxf(fmaxf(tops[0][group], tops[1][group]), fmaxf(tops[2][group], tops[3][group]));
-  };
-  const auto share = [&](int q, int group) {
-    return tops[q][group] == -INFINITY ? 0 : exp2_fast((tops[q][group] - top_of(group)) * kLog2E);
-  };
-  for (int q = 0; q < kQuarters; ++q) {
-    if (quarter == q) {
+      for (int tensor = 0; tensor < kSums; ++tensor) {
+        const uint32_t x = values + tensor * At::kRows + j * 16 * kDim * 2 + chunk_place<kDim>(lane % 16, lane / 16);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int group = tile * 16 + lane / 4 + 8 * r;
-        const float factor = share(q, group);
-#pragma unroll
-        for (int i = 0; i < kDim / 2; ++i) {
-          const int tensor = i / (kDim / 4), d = i / 2 % (kDim / 8), e = i % 2;
-          float& to = sums[group * kPitch + tensor * kDim + 8 * d + lane % 4 * 2 + e];
-          const float x = sum[tensor][d][2 * r + e];
-          to = q == 0 ? x * factor : fmaf(x, factor, to);
+        for (int d = 0; d < kDim / 16; ++d) {
+          uint32_t b[4];
+          load_matrix_x4_transposed(b, x ^ (d * 32));
+          mma_16x8x16<T>(sum[tensor][2 * d], weight, b[0], b[1]);
+          mma_16x8x16<T>(sum[tensor][2 * d + 1], weight, b[2], b[3]);
         }
       }
     }
-    __syncthreads();
+    word = next;
   }
 
   bool bad = false;
-  for (int i = thread; i < kGroups * 2 * kDim; i += kThreads)
-    bad |= !isfinite(sums[i / (2 * kDim) * kPitch + i % (2 * kDim)]);
-  bad = __syncthreads_or(bad);
-  for (int i = thread; i < kGroups * (2 * p.dim); i += kThreads) {
-    const int g = i / (2 * p.dim), channel = i % (2 * p.dim), group = group0 + g;
-    if (group >= p.groups) break;
-    const float top = top_of(g);
-    float all = 0, x = sums[g * kPitch + (channel < p.dim ? channel : kDim + channel - p.dim)];
-    for (int q = 0; q < kQuarters; ++q) all = fmaf(totals[q][g], share(q, g), all);
-    if (bad) x = plain_sum(p, mask, tail, head, group, begin, end, top, channel, all);
-    float* out = tail.parts[head] + (int64_t{group} * kTailParts + part) * (2 + 2 * p.dim);
-    if (channel == 0) out[0] = top, out[1] = all;
-    out[2 + channel] = x;
+#pragma unroll
+  for (int i = 0; i < kSums * kDim / 2; ++i) bad |= !isfinite(sum[i / (kDim / 2)][i / 4 % (kDim / 8)][i % 4]);
+  bad = __any_sync(~0u, bad);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    for (int step = 1; step <= 2; step *= 2) {
+      total[r] += __shfl_xor_sync(~0u, total[r], step);
+      others[r] += __shfl_xor_sync(~0u, others[r], step);
+    }
+    const int group = tile0 + lane / 4 + 8 * r;
+    if (group >= p.groups) continue;
+    float* out = tail.sums[head] + (int64_t{group} * tail.partials + part * kCut.splits + own / kOwn) * tail.width;
+    if (lane % 4 == 0) *reinterpret_cast<float4*>(out) = {high[r], total[r], others[r], 0};
+    if (bad) {
+#pragma unroll 1
+      for (int channel = lane % 4; channel < kSums * p.dim; channel += 4) {
+        out[kHeader + channel] = plain_sum(p, tail, head, group, begin, end, own, kOwn, high[r], channel);
+      }
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < kSums * kDim / 8; ++i) {
+      const int tensor = i / (kDim / 8), d = i % (kDim / 8), channel = 8 * d + lane % 4 * 2;
+      if (channel >= p.dim) continue;
+      *reinterpret_cast<float2*>(out + kHeader + tensor * p.dim + channel) = {sum[tensor][d][2 * r],
+                                                                              sum[tensor][d][2 * r + 1]};
+    }
   }
 }
 
-__global__ void __launch_bounds__(kMeanThreads) tail_means(ProxyLaunch p, TailLaunch tail) {
-  __shared__ float products[kMeanThreads];
-  const int64_t head = blockIdx.x / p.groups;
-  const int group = blockIdx.x % p.groups, channel = threadIdx.x;
-  const float* parts = tail.parts[head] + int64_t{group} * kTailParts * (2 + 2 * p.dim);
-  const int step = 2 + 2 * p.dim;
-  float top = -INFINITY, total = 0, k = 0, v = 0;
-  for (int i = 0; i < kTailParts; ++i) top = fmaxf(top, parts[i * step]);
-  for (int i = 0; i < kTailParts; ++i) {
-    if (parts[i * step + 1] == 0) continue;
-    const float scale = expf(parts[i * step] - top);
-    total += parts[i * step + 1] * scale;
+// A group's partial results together, for one channel; a block of kMeanThreads per group.
+struct Merged {
+  float top = -INFINITY, dropped = 0, others = 0, v = 0, k = 0;  // v and k: means; 0 where nothing is dropped
+};
+template <bool kMean>
+__device__ Merged merge(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group) {
+  const float* parts = tail.sums[head] + int64_t{group} * tail.partials * tail.width;
+  const int channel = threadIdx.x;
+  Merged all;
+  for (int i = 0; i < tail.partials; ++i) all.top = fmaxf(all.top, parts[i * tail.width]);
+  for (int i = 0; i < tail.partials; ++i) {
+    const float* part = parts + i * tail.width;
+    if (part[1] == 0 && part[2] == 0) continue;
+    const float scale = expf(part[0] - all.top);
+    all.dropped += part[1] * scale;
+    all.others += part[2] * scale;
     if (channel >= p.dim) continue;
-    k = fmaf(parts[i * step + 2 + channel], scale, k);
-    v = fmaf(parts[i * step + 2 + p.dim + channel], scale, v);
+    all.v = fmaf(part[kHeader + channel], scale, all.v);
+    if constexpr (!kMean) all.k = fmaf(part[kHeader + p.dim + channel], scale, all.k);
   }
-  const bool any = total > 0;
-  k = any ? k / total : 0;
-  v = any ? v / total : 0;
-  const int64_t at = int64_t{group} * p.dim + channel;
-  products[threadIdx.x] = channel < p.dim ? p.centroids[head][at] * k : 0;
-  if (channel < p.dim) tail.k[head][at] = k, tail.value[head][at] = v;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  float centre = 0;
-  for (const float x : products) centre += x;
-  tail.bias[head][group] = any ? top + logf(total) - p.scale * centre : -INFINITY;
+  all.v = all.dropped > 0 ? all.v / all.dropped : 0;
+  all.k = all.dropped > 0 ? all.k / all.dropped : 0;
+  return all;
 }
 
-// Group c sees virtual key c, unless it dropped nothing. A block per row of a head.
-__global__ void __launch_bounds__(kMeanThreads) tail_mask(TailLaunch tail, PerHead<uint32_t> mask, int groups, int rows) {
-  const int head = blockIdx.x / rows, c = blockIdx.x % rows, words = (groups + 31) / 32;
-  const bool sees = c < groups && tail.sizes[head][c] > 0 && isfinite(tail.bias[head][c]);
-  for (int w = threadIdx.x; w < words; w += kMeanThreads) {
-    mask[head][int64_t{c} * words + w] = sees && w == c / 32 ? 1u << (c % 32) : 0u;
+// A block's sum, in order.
+__device__ float block_total(float x) {
+  __shared__ float all[kMeanThreads];
+  all[threadIdx.x] = x;
+  __syncthreads();
+  float sum = 0;
+  for (const float y : all) sum += y;
+  __syncthreads();
+  return sum;
+}
+
+struct VirtualLaunch {
+  PerHead<float> k, value, bias;
+  PerHead<uint32_t> mask;  // [rows, words of the groups]
+  int32_t rows;
+};
+
+// A block per row of a head. Group c sees virtual key c, unless it dropped nothing.
+__global__ void __launch_bounds__(kMeanThreads) virtual_keys(ProxyLaunch p, TailLaunch tail, VirtualLaunch to) {
+  const int64_t head = blockIdx.x / to.rows;
+  const int group = blockIdx.x % to.rows, channel = threadIdx.x, words = (p.groups + 31) / 32;
+  bool sees = false;
+  if (group < p.groups) {
+    const Merged all = merge<false>(p, tail, head, group);
+    const int64_t at = int64_t{group} * p.dim + channel;
+    const float centre = block_total(channel < p.dim ? p.centroids[head][at] * all.k : 0);
+    if (channel < p.dim) to.k[head][at] = all.k, to.value[head][at] = all.v;
+    const float bias = all.dropped > 0 ? all.top + logf(all.dropped) - p.scale * centre : -INFINITY;
+    if (channel == 0) to.bias[head][group] = bias;
+    sees = tail.sizes[head][group] > 0 && isfinite(bias);
   }
+  for (int w = threadIdx.x; w < words; w += kMeanThreads) {
+    to.mask[head][int64_t{group} * words + w] = sees && w == group / 32 ? 1u << (group % 32) : 0u;
+  }
+}
+
+// A part's share of the mean of the keys that take part.
+__global__ void __launch_bounds__(kMostDim) key_means(ProxyLaunch p, TailLaunch tail, int parts) {
+  const int64_t head = blockIdx.x / parts;
+  const int part = blockIdx.x % parts, channel = threadIdx.x;
+  if (channel >= p.dim) return;
+  double sum = 0;
+  const auto begin = static_cast<int32_t>(int64_t{p.count} * part / parts);
+  const auto end = static_cast<int32_t>(int64_t{p.count} * (part + 1) / parts);
+#pragma unroll 8
+  for (int32_t key = begin; key < end; ++key) sum += static_cast<double>(p.element(p.k.row(head, p.token(key))[channel]));
+  tail.centre[head][part * p.dim + channel] = static_cast<float>(sum / p.count);
+}
+
+struct MixLaunch {
+  PerHead<float> value, share;  // [rows, dim], [rows]
+  int32_t rows;
+  double weight;
+  const uint32_t* keep;  // [words] keys that every query sees beside the others; null: none
+  int32_t centre_parts;  // 0: codes stand for the keys themselves
+};
+
+// A block per row of a head: its mean, and how much of it is mixed in.
+__global__ void __launch_bounds__(kMeanThreads) mixed_rows(ProxyLaunch p, TailLaunch tail, MixLaunch to) {
+  const int64_t head = blockIdx.x / to.rows;
+  const int group = blockIdx.x % to.rows, channel = threadIdx.x;
+  Merged all;
+  float text = 0;
+  if (group < p.groups) {
+    all = merge<true>(p, tail, head, group);
+    if (to.keep != nullptr) {
+      const float* centroid = p.centroids[head] + int64_t{group} * p.dim;
+      float moved = 0;
+      for (int i = 0; i < to.centre_parts && channel < p.dim; ++i) moved += tail.centre[head][i * p.dim + channel];
+      const float centre = block_total(channel < p.dim ? centroid[channel] * moved : 0);
+      for (int64_t w = threadIdx.x; w < tail.words; w += kMeanThreads) {
+        for (uint32_t bits = to.keep[w]; bits != 0; bits &= bits - 1) {
+          const uint16_t* key = p.k.row(head, 32 * w + __ffs(static_cast<int>(bits)) - 1);
+          float dot = -centre;
+          for (int c = 0; c < p.dim; ++c) dot = fmaf(centroid[c], p.element(key[c]), dot);
+          text += expf(dot * p.scale - all.top);
+        }
+      }
+      text = block_total(text);
+    }
+  }
+  if (channel < p.dim) to.value[head][int64_t{group} * p.dim + channel] = all.v;
+  if (channel != 0) return;
+  const double mass = static_cast<double>(all.dropped) + static_cast<double>(all.others) + static_cast<double>(text);
+  const double share = all.dropped > 0 ? to.weight * static_cast<double>(all.dropped) / mass : 0;
+  to.share[head][group] = fminf(static_cast<float>(share), kMostShare);
 }
 
 }  // namespace
 
 int64_t tail_scratch(const Exec&, const Sizes& sizes) {
-  return sizes.extra == 0 ? 0 : sizes.heads * parts_size(sizes.groups, sizes.dim) * 4;
+  const int64_t floats = tail_floats(sizes.groups, sizes.dim, sizes.codes == 0, sizes.extra == 0);
+  return sizes.heads * floats * 4;
 }
 
 void tail(const Exec& exec, const TailArgs& args) {
+  bool mean = false;
   switch (args.tail) {
     case Tail::none:
       return;
     case Tail::first_order:
       break;
-    case Tail::centroids:
     case Tail::mean:
-      fail(Status::unsupported, "tail: cuda has none but first_order");
+      mean = true;
+      break;
+    case Tail::centroids:
+      fail(Status::unsupported, "tail: cuda has no centroids");
   }
   const ProxyLaunch p = proxy_launch(args.proxy, args.heads);
-  const int64_t room = parts_size(p.groups, p.dim);
+  const int64_t room = tail_floats(p.groups, p.dim, p.exact, mean);
   require(args.heads * room * 4 <= args.scratch.bytes, Status::internal, "tail: scratch is smaller than its plan");
-  const TailLaunch tail{head_rows(args.v), args.k,     args.value,
-                        args.bias,         args.sizes, {static_cast<float*>(args.scratch.data), room}};
-  const KeptLaunch kept{args.kept, mask_words(args.proxy.k.tokens)};
-  const int64_t group_blocks = ceil_div(p.groups, kGroups);
-  const auto sums = [&]<class T, int kDim, Source kSource>() {
-    launch(exec, "tail_sums", tail_sums<T, kDim, kSource>, p.heads * group_blocks * kTailParts, kThreads,
-           Space<kDim>::bytes(p, kSource), p, kept, tail, static_cast<int>(group_blocks));
+  auto* const scratch = static_cast<float*>(args.scratch.data);
+  const TailLaunch tail{.v = head_rows(args.v),
+                        .sizes = args.sizes,
+                        .kept = args.kept,
+                        .words = mask_words(args.proxy.k.tokens),
+                        .partials = cut_of(p.exact, mean).partials(),
+                        .width = kHeader + (mean ? 1 : 2) * p.dim,
+                        .sums = {scratch, room},
+                        .centre = {scratch + sums_size(p.groups, p.dim, p.exact, mean), room}};
+  const auto tiles = static_cast<int>(ceil_div(p.groups, kTile));
+  const auto fits = [&]<int kDim, Source kSource, bool kMean>(int of) {
+    return Space<kDim, kSource, kMean>::bytes(p, of) <= exec.device->shared_bytes;
   };
-  const auto from = [&]<class T, int kDim>() {
+  const auto sums = [&]<class T, int kDim, Source kSource, bool kMean>() {
+    constexpr Cut kCut = cut_of(kSource == Source::exact, kMean);
+    int most = kCut.most_tiles;
+    while (most > 1 && !fits.template operator()<kDim, kSource, kMean>(most)) --most;
+    const int64_t blocks = ceil_div(tiles, most);
+    const auto of = static_cast<int>(ceil_div(tiles, blocks));  // tiles of a block, as even as can be
+    launch(exec, "tail_sums", tail_sums<T, kDim, kSource, kMean>, p.heads * blocks * kCut.parts, 32 * of * kCut.splits,
+           Space<kDim, kSource, kMean>::bytes(p, of), p, tail, of, static_cast<int>(blocks));
+  };
+  const auto from = [&]<class T, int kDim, bool kMean>() {
     if (p.exact) {
-      sums.template operator()<T, kDim, Source::exact>();
-    } else if (Space<kDim>::bytes(p, Source::shared_tables) <= exec.device->shared_bytes - kStaticShared) {
-      sums.template operator()<T, kDim, Source::shared_tables>();
+      sums.template operator()<T, kDim, Source::exact, kMean>();
+    } else if (fits.template operator()<kDim, Source::shared_tables, kMean>(1)) {
+      sums.template operator()<T, kDim, Source::shared_tables, kMean>();
     } else {
-      sums.template operator()<T, kDim, Source::tables>();
+      sums.template operator()<T, kDim, Source::tables, kMean>();
     }
   };
-  const auto of = [&]<class T>() { p.dim <= 64 ? from.template operator()<T, 64>() : from.template operator()<T, 128>(); };
-  p.f16 ? of.template operator()<__half>() : of.template operator()<__nv_bfloat16>();
-  launch(exec, "tail_means", tail_means, int64_t{p.heads} * p.groups, kMeanThreads, 0, p, tail);
-  launch(exec, "tail_mask", tail_mask, args.heads * args.rows, kMeanThreads, 0, tail, args.mask, p.groups,
-         static_cast<int>(args.rows));
+  const auto of = [&]<class T, bool kMean>() {
+    p.dim <= 64 ? from.template operator()<T, 64, kMean>() : from.template operator()<T, 128, kMean>();
+  };
+  const auto with = [&]<class T>() { mean ? of.template operator()<T, true>() : of.template operator()<T, false>(); };
+  p.f16 ? with.template operator()<__half>() : with.template operator()<__nv_bfloat16>();
+
+  const auto rows = static_cast<int32_t>(args.rows);
+  if (!mean) {
+    const VirtualLaunch to{args.k, args.value, args.bias, args.mask, rows};
+    return launch(exec, "virtual_keys", virtual_keys, args.heads * args.rows, kMeanThreads, 0, p, tail, to);
+  }
+  const bool centred = args.centred && args.keep != nullptr;
+  const MixLaunch to{args.value, args.share, rows, args.weight, args.keep, centred ? kMostParts : 0};
+  if (centred)
+    launch(exec, "key_means", key_means, int64_t{p.heads} * to.centre_parts, kMostDim, 0, p, tail, to.centre_parts);
+  launch(exec, "mixed_rows", mixed_rows, args.heads * args.rows, kMeanThreads, 0, p, tail, to);
 }
 
 }  // namespace scope::cuda

@@ -230,7 +230,7 @@ Workspace Plan::cut(Arena& arena, int64_t n, int64_t first) const {
     } else {
       room([&](const Exec&, const Sizes&) { return at.weights.bytes + backend->weigh_scratch(exec, all); });
     }
-    room(backend->tail_scratch);
+    if (settings.tail != Tail::none) room(backend->tail_scratch);
     if (reuses()) at.scratch.bytes = std::max(at.scratch.bytes, n * codes * 4);
   }
   std::byte* scratch = arena.take<std::byte>(at.scratch.bytes);  // null while bytes are counted
