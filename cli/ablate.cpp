@@ -23,9 +23,9 @@ namespace {
 namespace fs = std::filesystem;
 
 struct Options : VideoInputs {
-  std::string model = "tiny-wan", variants, suite, grid, compute, output, csv, plot, commit;
+  std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, output, csv, plot, commit;
   PointFlags at{.set = {}, .density = "0.2", .rho = ""};
-  int64_t seeds = 8, steps = 20;
+  int64_t seeds = 8, first_seed = 0, steps = 0;  // 0: the model's
   bool no_control = false;
   MachineFlags machine;
 };
@@ -132,6 +132,7 @@ class Ablation {
         notes_(video::read_notes(folder_)),
         config_(video::read_model_config(folder_)),
         context_(options.machine.context()) {
+    steps_ = options.steps == 0 ? notes_.steps : options.steps;
     require(notes_.rgb, Status::unsupported, "--model: videos are compared as frames, and {} gives latents", options.model);
     takes_f32_ = finest_dtype(context_) == DType::f32;
     compute_ = checked_compute(context_, options.compute);
@@ -155,7 +156,7 @@ class Ablation {
 
   // `done` is called after each seed.
   void run(const std::function<void()>& done) {
-    count_clips();
+    find_clips();
     const auto engine = make_engine(context_, compute_);
     const auto model = video::open_model(folder_, *engine);
     std::unique_ptr<video::Engine> other_engine;
@@ -170,8 +171,8 @@ class Ablation {
     video::generate(*model, request);
 
     const auto runs = options_.seeds * (1 + std::ssize(rows_));
-    progress_ = std::make_unique<Progress>("ablate", runs * options_.steps * config_.layers);
-    for (int64_t seed = 0; seed < options_.seeds; ++seed) {
+    progress_ = std::make_unique<Progress>("ablate", runs * steps_ * config_.layers);
+    for (int64_t seed = 0; seed < options_.seeds; ++seed) {  // counted from the first
       const Video dense = make_video(*model, seed, "dense", parse_method("dense", ""));
       if (seed == 0 && runs > 1) {
         fmt::print(stderr, "{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n",
@@ -197,7 +198,7 @@ class Ablation {
   void print() const {
     fmt::print("{}\n",
                bold(fmt::format("{} at {}, {} steps, {} seeds of {} clips, {}; {} threads, {}", options_.model,
-                                io::join(grid_, "x"), options_.steps, options_.seeds, clips_, compute_, context_.threads(),
+                                io::join(grid_, "x"), steps_, options_.seeds, clips_.size(), compute_, context_.threads(),
                                 context_.device().empty() ? context_.instruction_set() : context_.device())));
     fmt::print("dense: {:.2f} s a video (median)\n", median(each(dense_, [](const Result& r) { return r.total; })));
     for (const Row& row : rows_) {
@@ -251,11 +252,12 @@ class Ablation {
         {"suite", options_.suite},
         {"model", fs::path(folder_).filename().string()},
         {"grid", grid_},
-        {"steps", options_.steps},
+        {"steps", steps_},
         {"seeds", dense_.size()},
-        {"clips", clips_},
+        {"first_seed", options_.first_seed},
+        {"clips", clips_.size()},
+        {"clip_names", clip_names()},
         {"condition", fs::path(inputs_.condition).filename().string()},
-        {"image", options_.image},
         {"shift", notes_.shift},
         {"compute", compute_},
         {"machine", machine_json(context_)},
@@ -292,7 +294,7 @@ class Ablation {
     Chart chart{.title = "PSNR against dense, by density",
                 .x_label = "density of the sparse calls",
                 .y_label = "dB, mean over seeds",
-                .note = fmt::format("{} at {}, {} steps, {} seeds, {}", options_.model, io::join(grid_, "x"), options_.steps,
+                .note = fmt::format("{} at {}, {} steps, {} seeds, {}", options_.model, io::join(grid_, "x"), steps_,
                                     options_.seeds, compute_),
                 .series = {}};
     for (const std::string& variant : split(table.variants, ',')) {
@@ -412,25 +414,43 @@ class Ablation {
     return out;
   }
 
-  // Seed s takes the clip s modulo how many the condition holds.
-  void count_clips() {
-    const std::string path = inputs_.condition.empty() ? folder_ + "/examples.safetensors" : inputs_.condition;
-    const io::SafeTensors file = io::read_safetensors(path);
-    const auto found = file.tensors.find("prompt_embeds");
-    require(found != file.tensors.end(), Status::format, "{}: there is no tensor \"prompt_embeds\"", path);
-    clips_ = found->second.shape.size() == 3 ? found->second.shape[0] : 1;
-    require(clips_ > 0, Status::shape, "{}: prompt_embeds holds no samples", path);
+  // Seed s takes clip s modulo how many there are: samples of the condition, each with each image where some are given.
+  void find_clips() {
+    const std::vector<std::string> images =
+        options_.images.empty() ? std::vector<std::string>{""} : split(options_.images, ',');
+    int64_t samples = 1;
+    if (notes_.prompts || options_.images.empty()) {
+      const std::string path = inputs_.condition.empty() ? folder_ + "/examples.safetensors" : inputs_.condition;
+      const io::SafeTensors file = io::read_safetensors(path);
+      const char* name = notes_.prompts ? "prompt_embeds" : "truth";
+      const auto found = file.tensors.find(name);
+      require(found != file.tensors.end(), Status::format, "{}: there is no tensor \"{}\"", path, name);
+      const auto& shape = found->second.shape;
+      samples = notes_.prompts && shape.size() < 3 ? 1 : shape[0];
+      require(samples > 0, Status::shape, "{}: {} holds no samples", path, name);
+    }
+    for (const int64_t sample : parse_set("--clips", options_.clips, samples)) {
+      for (const std::string& image : images) clips_.push_back({image, inputs_.condition, sample});
+    }
+  }
+  std::vector<std::string> clip_names() const {
+    std::vector<std::string> names;
+    for (const VideoInputs& clip : clips_) {
+      names.push_back(clip.image.empty() ? std::to_string(clip.example)
+                                         : fmt::format("{} of {}", fs::path(clip.image).filename().string(), clip.example));
+    }
+    return names;
   }
 
   video::Request make_request(int64_t seed, const Settings& settings) {
     video::Request request;
     request.grid = grid_;
-    request.steps = options_.steps;
+    request.steps = steps_;
     request.shift = notes_.shift;
     request.settings = settings;
-    inputs_.example = seed % clips_;
-    read_rgb_inputs(inputs_, folder_, config_, size_, request);
-    request.noise = video::make_noise(static_cast<uint64_t>(seed), config_.latent_channels * size_[0] * size_[1] * size_[2]);
+    read_rgb_inputs(clips_[static_cast<size_t>(seed) % clips_.size()], folder_, notes_, config_, size_, request);
+    request.noise = video::make_noise(static_cast<uint64_t>(options_.first_seed + seed),
+                                      config_.latent_channels * size_[0] * size_[1] * size_[2]);
     return request;
   }
 
@@ -477,8 +497,8 @@ class Ablation {
     for (const auto& call : sample.calls) {
       if (call.stats.reason == Reason::sparse) heads.insert(heads.end(), call.heads.begin(), call.heads.end());
     }
-    require(!heads.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one",
-            options_.steps, row.variant);
+    require(!heads.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one", steps_,
+            row.variant);
     if (options_.at.at_rho()) return;
     try {
       row.notes = target_notes(make_plan(row.settings).settings, mean_density(sample), heads, row.point, row.variant);
@@ -556,7 +576,8 @@ class Ablation {
   std::string compute_;
   std::array<int64_t, 3> grid_ = {}, size_ = {};
   VideoInputs inputs_;
-  int64_t clips_ = 1;
+  int64_t steps_ = 0;
+  std::vector<VideoInputs> clips_;
   std::vector<Table> tables_;
   std::vector<Row> rows_;
   std::vector<std::pair<std::string, std::string>> skipped_;
@@ -592,7 +613,7 @@ void add_ablate(CLI::App& app) {
   CLI::App* command = app.add_subcommand(
       "ablate",
       "Generate the same videos densely and by variants of a method at matched density, and judge them by paired seeds.\n"
-      "Seed s is noise s and the clip s of the condition (modulo how many it holds). Every density is solved in the calls;\n"
+      "Seed s is noise s and clip s (modulo how many there are). Every density is solved in the calls;\n"
       "with --rho each variant runs at that rho, and its density is what it keeps there.\n"
       "A control shows what rounding does to a video: dense again in the other type (CPU) or by the other kernel (GPU).\n\n"
       "  scope ablate --variants scope,scope:partition=even:8,svg2 --density 0.1,0.2 -o result.json\n"
@@ -611,14 +632,19 @@ void add_ablate(CLI::App& app) {
       ->excludes(variants)
       ->excludes(command->get_option("--density"))
       ->excludes(command->get_option("--rho"));
-  command->add_option("--seeds", options->seeds, "how many, from 0")->check(whole(1, 10000))->capture_default_str();
-  command->add_option("--steps", options->steps, "Euler steps")->check(whole(1, kMostSamplerSteps))->capture_default_str();
+  command->add_option("--seeds", options->seeds, "how many")->check(whole(1, 10000))->capture_default_str();
+  command->add_option("--first-seed", options->first_seed, "noise of the first")
+      ->check(whole(0, kMostSeed))
+      ->capture_default_str();
+  command->add_option("--clips", options->clips, "which samples of the condition, as 0,2; otherwise all");
+  command->add_option("--steps", options->steps, "Euler steps; otherwise the model's, or 20")
+      ->check(whole(1, kMostSamplerSteps));
   command->add_option("--model", options->model, "model folder, or the name of a bundled one; it must give RGB frames")
       ->capture_default_str();
   command->add_option("--grid", options->grid, "tokens along T, H and W, as 13x20x32; the model's default");
   command->add_option("--condition", options->condition,
                       "prompt embeddings and first frames; otherwise the model's held_out.safetensors or examples");
-  command->add_option("--image", options->image, "first frame of every clip, as PNG; otherwise the condition's");
+  command->add_option("--image", options->images, "first frames as PNG, a.png,b.png; otherwise the condition's");
   command->add_option("--compute", options->compute, "f32 or bf16; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--no-control", options->no_control, "leave the control out");

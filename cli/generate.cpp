@@ -30,7 +30,7 @@ struct Options : VideoInputs {
   std::string output, model = "tiny-wan", method = "scope", target_density, grid, noise, dump, dump_steps, dump_layers,
                       compute, known, profile_out, profile_samples = "256";
   std::vector<std::string> set;
-  int64_t steps = 20;
+  int64_t steps = 0;  // 0: the model's
   uint64_t seed = 0;
   double shift = 0, guidance = 0;
   bool latents = false;
@@ -147,19 +147,6 @@ void write_qkv(const std::string& path, const video::ModelConfig& config, const 
   io::write_safetensors(path, file);
 }
 
-// Numbers below `end`, separated by commas; `all` where nothing is said.
-std::set<int64_t> parse_set(const char* name, const std::string& text, int64_t end, std::set<int64_t> all) {
-  if (text.empty()) return all;
-  std::set<int64_t> out;
-  for (const std::string& item : split(text, ',')) {
-    const bool digits = !item.empty() && item.size() < 10 && item.find_first_not_of("0123456789") == std::string::npos;
-    require(digits && std::stoll(item) < end, Status::invalid_argument,
-            "{}: got \"{}\", expected numbers in 0..{} separated by commas", name, text, end - 1);
-    out.insert(std::stoll(item));
-  }
-  return out;
-}
-
 void run(const Options& options) {
   const std::string folder = find_model_folder(options.model);
   const video::Notes notes = video::read_notes(folder);
@@ -178,7 +165,7 @@ void run(const Options& options) {
             io::join(request.grid, "x"), config.rope_max);
   }
   const auto size = video::latent_size(config, request.grid);
-  request.steps = options.steps;
+  request.steps = options.steps == 0 ? notes.steps : options.steps;
   request.shift = options.shift == 0 ? notes.shift : options.shift;
   request.guidance = options.guidance == 0 ? 1 : options.guidance;
   request.settings = settings;
@@ -191,10 +178,9 @@ void run(const Options& options) {
   outputs.writes_run("--output", options.output);
   outputs.writes("--profile-out", options.profile_out);
   if (!options.dump.empty()) {
-    std::set<int64_t> layers;
-    for (int64_t i = 0; i < config.layers; ++i) layers.insert(i);
-    const auto steps = parse_set("--dump-steps", options.dump_steps, request.steps, {request.steps / 2});
-    layers = parse_set("--dump-layers", options.dump_layers, config.layers, layers);
+    const std::string middle = std::to_string(request.steps / 2);
+    const auto steps = parse_set("--dump-steps", options.dump_steps.empty() ? middle : options.dump_steps, request.steps);
+    const auto layers = parse_set("--dump-layers", options.dump_layers, config.layers);
     const auto name = [](int64_t step, int64_t layer) {
       return fmt::format("step_{:03}_layer_{:02}.safetensors", step, layer);
     };
@@ -211,7 +197,7 @@ void run(const Options& options) {
     };
   }
   if (notes.rgb) {
-    read_rgb_inputs(options, folder, config, size, request);
+    read_rgb_inputs(options, folder, notes, config, size, request);
     require(request.guidance == 1, Status::invalid_argument, "--guidance: this model was trained without");
   } else {
     read_inputs(options, options.condition, config, size, request);
@@ -325,7 +311,8 @@ void add_generate(CLI::App& app) {
       "none; otherwise those of the only one whose layers, heads and RoPE config.json has");
   command->add_option("--target-density", options->target_density,
                       "share of keys that sparse calls keep: each head, or with target_scope=sample their mean");
-  command->add_option("--steps", options->steps, "Euler steps")->check(whole(1, kMostSamplerSteps))->capture_default_str();
+  command->add_option("--steps", options->steps, "Euler steps; otherwise the model's, or 20")
+      ->check(whole(1, kMostSamplerSteps));
   CLI::Option* seed = command->add_option("--seed", options->seed, "names the noise; the same for every method")
                           ->check(whole(0, kMostSeed))
                           ->capture_default_str();

@@ -10,7 +10,6 @@
 
 #include "io/png.h"
 #include "methods/methods.h"
-#include "video/media.h"
 #include "video/weights.h"
 
 namespace scope::cli {
@@ -67,6 +66,19 @@ std::array<int64_t, 3> parse_grid(const std::string& text) {
   return {values[0], values[1], values[2]};
 }
 
+std::set<int64_t> parse_set(const char* name, const std::string& text, int64_t end) {
+  std::set<int64_t> out;
+  for (int64_t i = 0; text.empty() && i < end; ++i) out.insert(i);
+  if (text.empty()) return out;
+  for (const std::string& item : split(text, ',')) {
+    const bool digits = !item.empty() && item.size() < 10 && item.find_first_not_of("0123456789") == std::string::npos;
+    require(digits && std::stoll(item) < end, Status::invalid_argument,
+            "{}: got \"{}\", expected numbers in 0..{} separated by commas", name, text, end - 1);
+    out.insert(std::stoll(item));
+  }
+  return out;
+}
+
 std::string checked_compute(const Context& context, const std::string& text) {
   const std::string finest = dtype_name(finest_dtype(context));
   require(text != "f32" || finest == "f32", Status::unsupported, "--compute: {} takes {}", context.backend().name, finest);
@@ -77,17 +89,19 @@ std::unique_ptr<video::Engine> make_engine(const Context& context, const std::st
   return video::make_engine(context, compute == "bf16" ? DType::bf16 : DType::f32);
 }
 
-void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::ModelConfig& config,
-                     const std::array<int64_t, 3>& size, video::Request& request) {
+void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Notes& notes,
+                     const video::ModelConfig& config, const std::array<int64_t, 3>& size, video::Request& request) {
   const std::string examples = folder + "/examples.safetensors";
   const std::string path = options.condition.empty() ? examples : options.condition;
-  const io::SafeTensors file = io::read_safetensors(path);
-  check_example(path, file, options.example);
-  request.prompt.text = take_floats(path, file, "prompt_embeds", {-1, config.text_dim}, options.example);
-  require(config.condition_channels == video::kGuideChannels + video::kRgbChannels &&
-              config.latent_channels == video::kRgbChannels,
-          Status::format, "{}: scope.json says rgb, which takes 28 channels and gives 12; config.json says {} and {}",
-          folder, config.latent_channels + config.condition_channels, config.latent_channels);
+  const bool needs_file = notes.prompts || options.image.empty();
+  const io::SafeTensors file = needs_file ? io::read_safetensors(path) : io::SafeTensors{};
+  if (needs_file) check_example(path, file, options.example);
+  request.prompt.text = notes.prompts ? take_floats(path, file, "prompt_embeds", {-1, config.text_dim}, options.example)
+                                      : std::vector<float>(static_cast<size_t>(config.text_dim));
+  const int64_t guides = config.condition_channels - video::kRgbChannels;
+  require(guides >= 1 && guides <= video::kMostGuides && config.latent_channels == video::kRgbChannels, Status::format,
+          "{}: scope.json says rgb, which takes 25 to 28 channels and gives 12; config.json says {} and {}", folder,
+          config.latent_channels + config.condition_channels, config.latent_channels);
   io::Image first;
   if (!options.image.empty()) {
     first = io::read_png(options.image);
@@ -105,7 +119,7 @@ void read_rgb_inputs(const VideoInputs& options, const std::string& folder, cons
     std::memcpy(first.rgb.data(), truth->second.data.data() + at, first.rgb.size());
   }
   try {
-    request.condition = video::first_frame_condition(first, size);
+    request.condition = video::first_frame_condition(first, size, guides);
   } catch (const Error& error) {
     fail(error.status(), "{}: {}", options.image.empty() ? "--image (not given; the example's is used)" : options.image,
          error.what());

@@ -1,9 +1,12 @@
 // What the commands that generate share: the model's folder, the inputs of the bundled model, and the figures of a run.
 #pragma once
 
+#include <set>
+
 #include "common.h"
 #include "io/safetensors.h"
 #include "methods/models.h"
+#include "video/media.h"
 #include "video/sampler.h"
 
 namespace scope::cli {
@@ -22,12 +25,14 @@ std::vector<float> take_floats(const std::string& path, const io::SafeTensors& f
 // Refuses an example other than 0 of a file that holds one sample.
 void check_example(const std::string& path, const io::SafeTensors& file, int64_t example);
 std::array<int64_t, 3> parse_grid(const std::string& text);
+// Numbers in 0..end - 1, separated by commas; all of them where nothing is said.
+std::set<int64_t> parse_set(const char* name, const std::string& text, int64_t end);
 // The value of --compute, f32 or bf16; empty: the finest that the backend takes.
 std::string checked_compute(const Context& context, const std::string& text);
 std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute);
 // What the bundled model is conditioned on: the first frame and the motion tokens of an example, or of the user's files.
-void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::ModelConfig& config,
-                     const std::array<int64_t, 3>& size, video::Request& request);
+void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Notes& notes,
+                     const video::ModelConfig& config, const std::array<int64_t, 3>& size, video::Request& request);
 
 // The row of the known models that a run takes settings from: the one of that name, or without a name the only one whose
 // layers, heads and RoPE the folder has. Null for `none`, and where none or several fit; several are listed on stdout.

@@ -549,9 +549,13 @@ TEST(VideoOnCpu, NoteFiles) {
   EXPECT_TRUE(notes.rgb);
   EXPECT_EQ(notes.shift, 3.0);
   EXPECT_EQ(notes.grid, (std::array<int64_t, 3>{13, 20, 32}));
-  for (const char* bad :
-       {"", "[]", R"({"latent": "vae"})", R"({"shift": 0})", R"({"shift": "3"})", R"({"grid": [1, 2]})",
-        R"({"grid": [1, 2, 0]})", R"({"grid": [1, 2, -3]})", R"({"grid": [1, 2, 3.5]})", R"({"other": 1})"}) {
+  EXPECT_EQ(notes.steps, 20);
+  EXPECT_TRUE(notes.prompts);
+  EXPECT_EQ(parse_notes(R"({"steps": 25})").steps, 25);
+  EXPECT_FALSE(parse_notes(R"({"prompts": false})").prompts);
+  for (const char* bad : {"", "[]", R"({"latent": "vae"})", R"({"shift": 0})", R"({"shift": "3"})", R"({"grid": [1, 2]})",
+                          R"({"grid": [1, 2, 0]})", R"({"grid": [1, 2, -3]})", R"({"grid": [1, 2, 3.5]})", R"({"steps": 0})",
+                          R"({"steps": 2.5})", R"({"prompts": 0})", R"({"other": 1})"}) {
     EXPECT_THROW(parse_notes(bad), Error) << bad;
   }
   EXPECT_TRUE(read_notes(kBundled).rgb);

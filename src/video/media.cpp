@@ -38,8 +38,15 @@ Notes parse_notes(std::string_view text) {
       require(value.is_array() && value.size() == 3 && std::all_of(value.begin(), value.end(), fits), Status::format,
               "grid: expected three integers in 1..4096");
       for (size_t i = 0; i < 3; ++i) notes.grid[i] = value[i].get<int64_t>();
+    } else if (item.key() == "steps") {
+      require(value.is_number_unsigned() && value >= 1 && value <= 10000, Status::format,
+              "steps: expected an integer in 1..10000");
+      notes.steps = value.get<int64_t>();
+    } else if (item.key() == "prompts") {
+      require(value.is_boolean(), Status::format, "prompts: expected true or false");
+      notes.prompts = value.get<bool>();
     } else {
-      fail(Status::format, "'{}': unknown key, expected latent, shift or grid", io::printable(item.key()));
+      fail(Status::format, "'{}': unknown key, expected latent, shift, grid, steps or prompts", io::printable(item.key()));
     }
   }
   return notes;
@@ -54,13 +61,13 @@ Notes read_notes(const std::string& folder) {
   });
 }
 
-std::vector<float> first_frame_condition(const io::Image& first, const std::array<int64_t, 3>& size) {
+std::vector<float> first_frame_condition(const io::Image& first, const std::array<int64_t, 3>& size, int64_t guides) {
   const auto [frames, height, width] = size;
   require(first.height == 2 * height && first.width == 2 * width, Status::shape,
           "first frame: got {} x {} pixels, this grid needs {} x {} (width x height)", first.width, first.height, 2 * width,
           2 * height);
   const int64_t plane = height * width, volume = frames * plane;
-  std::vector<float> out(static_cast<size_t>((kGuideChannels + kRgbChannels) * volume));
+  std::vector<float> out(static_cast<size_t>((guides + kRgbChannels) * volume));
   const auto centred = [](int64_t i, int64_t n) {
     return (static_cast<float>(i) + 0.5f - static_cast<float>(n) / 2) * 2 / kUnit;
   };
@@ -68,10 +75,10 @@ std::vector<float> first_frame_condition(const io::Image& first, const std::arra
     for (int64_t y = 0; y < height; ++y) {
       for (int64_t x = 0; x < width; ++x) {
         float* at = out.data() + t * plane + y * width + x;
-        at[0] = t == 0 ? 1.0f : 0.0f;
-        at[volume] = static_cast<float>(t) / static_cast<float>(std::max<int64_t>(frames - 1, 1));
-        at[2 * volume] = centred(y, height);
-        at[3 * volume] = centred(x, width);
+        const float all[kMostGuides] = {t == 0 ? 1.0f : 0.0f,
+                                        static_cast<float>(t) / static_cast<float>(std::max<int64_t>(frames - 1, 1)),
+                                        centred(y, height), centred(x, width)};
+        for (int64_t i = 0; i < guides; ++i) at[i * volume] = all[i];
       }
     }
   }
@@ -79,7 +86,7 @@ std::vector<float> first_frame_condition(const io::Image& first, const std::arra
     for (int64_t x = 0; x < first.width; ++x) {
       for (int64_t colour = 0; colour < 3; ++colour) {
         const float value = static_cast<float>(first.pixel(y, x)[colour]) / 255.0f;
-        const int64_t at = (kGuideChannels + channel_of(colour, y, x)) * volume + y / 2 * width + x / 2;
+        const int64_t at = (guides + channel_of(colour, y, x)) * volume + y / 2 * width + x / 2;
         out[static_cast<size_t>(at)] = (value - 0.5f) * kScale;
       }
     }
