@@ -589,7 +589,9 @@ void run(const Options& options) {
   Outputs outputs;
   outputs.reads_model(find_model_folder(options.model));
   outputs.reads("--condition", options.condition);
-  outputs.reads("--image", options.image);
+  if (!options.images.empty()) {
+    for (const std::string& image : split(options.images, ',')) outputs.reads("--image", image);
+  }
   outputs.writes("--output", options.output);
   outputs.writes("--csv", options.csv);
   outputs.writes("--plot", options.plot);
@@ -648,12 +650,12 @@ void add_ablate(CLI::App& app) {
   command->add_option("--compute", options->compute, "f32 or bf16; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--no-control", options->no_control, "leave the control out");
-  CLI::Option* output = add_output(
-      *command, "-o,--output", options->output,
+  CLI::Option* output = command->add_option(
+      "-o,--output", options->output,
       "write every figure of every seed as JSON; an infinite PSNR is null. What is done before the last seed is kept in a "
       "file beside it, which says \"finished\": false");
-  add_output(*command, "--csv", options->csv, "write a line for each variant, density and seed");
-  add_output(*command, "--plot", options->plot, "write PSNR by density as SVG");
+  command->add_option("--csv", options->csv, "write a line for each variant, density and seed");
+  command->add_option("--plot", options->plot, "write PSNR by density as SVG");
   command->add_option("--commit", options->commit, "recorded in the JSON")->needs(output);
   options->machine.add(*command);
   command->callback([options] { run(*options); });

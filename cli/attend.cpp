@@ -178,7 +178,7 @@ void add_attend(CLI::App& app) {
       "  scope attend qkv.safetensors -o out.safetensors --method svg2 --target-density 0.2\n"
       "  scope attend --q q.npy --k k.npy --v v.npy --rope 44,42,42 -o out.npy");
   options->input.add(*command);
-  add_output(*command, "-o,--output", options->output, "file to write: .safetensors, or .npy for the output alone")
+  command->add_option("-o,--output", options->output, "file to write: .safetensors, or .npy for the output alone")
       ->required();
   options->method.add(*command);
   command->add_option(
@@ -188,8 +188,8 @@ void add_attend(CLI::App& app) {
   command->add_option("--layer", options->layer, "this call's layer, for the schedule")->check(whole(0, kMostLayers));
   command->add_option("--step", options->step, "this call's denoising step, for the schedule")->check(whole(0, kMostSteps));
   command->add_option("--steps", options->steps, "how many denoising steps there are")->check(whole(1, kMostSteps));
-  add_output(*command, "--state", options->state, "warm-start file: read if it exists, written after the call");
-  add_output(*command, "--stats", options->stats, "write the call's statistics as JSON");
+  command->add_option("--state", options->state, "warm-start file: read if it exists, written after the call");
+  command->add_option("--stats", options->stats, "write the call's statistics as JSON");
   command->add_option("--quality", options->quality, "measure recall and error on N sampled queries per head, in float64")
       ->check(whole(0, kMostSamples));
   command->add_flag("--dump", options->dump, "add the selection, centroids, codebooks and codes to the output file");

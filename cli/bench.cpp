@@ -207,7 +207,7 @@ std::vector<Case> cases(const Options& options) {
 
 void run(Options options) {
   Outputs outputs;
-  outputs.reads(options.method.settings());
+  outputs.reads(parse_method(options.method.method, options.method.model, options.method.set));
   outputs.writes("--json", options.json);
   const Context context = options.machine.context();
   if (options.dtype.empty()) options.dtype = dtype_name(finest_dtype(context));
@@ -256,7 +256,7 @@ void add_bench(CLI::App& app) {
       ->excludes(suite)
       ->excludes(grid)
       ->excludes(density);
-  CLI::Option* json = add_output(*command, "--json", options->json, "write the figures here");
+  CLI::Option* json = command->add_option("--json", options->json, "write the figures here");
   command->add_option("--commit", options->commit, "recorded in the JSON")->needs(json);
   options->method.add(*command);
   options->machine.add(*command);

@@ -361,10 +361,10 @@ void add_compare(CLI::App& app) {
   CLI::Option* steps = command->add_option("--steps", options->place.steps, "how many denoising steps there are");
   step->check(whole(0, kMostSteps))->needs(steps);
   steps->check(whole(1, kMostSteps))->needs(step);
-  add_output(*command, "--json", options->json, "write everything as JSON");
-  add_output(*command, "--csv", options->csv, "write the table as CSV");
-  add_output(*command, "--plots", options->plots,
-             "write PREFIXrecall.svg (recall against density) and PREFIXerror.svg (error against time)");
+  command->add_option("--json", options->json, "write everything as JSON");
+  command->add_option("--csv", options->csv, "write the table as CSV");
+  command->add_option("--plots", options->plots,
+                      "write PREFIXrecall.svg (recall against density) and PREFIXerror.svg (error against time)");
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

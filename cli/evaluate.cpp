@@ -87,9 +87,9 @@ void add_evaluate(CLI::App& app) {
       ->add_option("--skip", options->skip, "frames at the start that do not count, such as one that was given to the model")
       ->check(whole(0, kMostFrames))
       ->capture_default_str();
-  add_output(*command, "--json", options->json, "write all numbers as JSON; an infinite PSNR is null");
-  add_output(*command, "--csv", options->csv, "write frame,mse,psnr,ssim");
-  add_output(*command, "--plot", options->plot, "write PSNR by frame as SVG");
+  command->add_option("--json", options->json, "write all numbers as JSON; an infinite PSNR is null");
+  command->add_option("--csv", options->csv, "write frame,mse,psnr,ssim");
+  command->add_option("--plot", options->plot, "write PSNR by frame as SVG");
   add_threads(*command, options->threads);
   command->callback([options] { run(*options); });
 }

@@ -298,8 +298,9 @@ void add_generate(CLI::App& app) {
       "  scope generate -o runs/dense --method dense --profile-out profile.csv\n"
       "  scope generate --model Wan2.1-T2V-1.3B-Diffusers/transformer --grid 21x30x52 --condition prompt.safetensors -o "
       "out");
-  add_output(*command, "-o,--output", options->output,
-             "folder to write; an earlier run there is replaced, and one that holds anything else is refused")
+  command
+      ->add_option("-o,--output", options->output,
+                   "folder to write; an earlier run there is replaced, and one that holds anything else is refused")
       ->required();
   command->add_option("--model", options->model, "model folder, or the name of a bundled one")->capture_default_str();
   command->add_option("--method", options->method, "a row of `scope methods`; settings may follow, as scope:rho=0.8")
@@ -332,16 +333,16 @@ void add_generate(CLI::App& app) {
                    "f32 or bf16, for linear layers and attention; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--latents", options->latents, "write latents.safetensors beside the frames");
-  CLI::Option* dump = add_output(
-      *command, "--dump-qkv", options->dump,
+  CLI::Option* dump = command->add_option(
+      "--dump-qkv", options->dump,
       "write q, k, v of every layer into this folder, for scope compare and attend; it must not lie in the run's");
   command->add_option("--dump-steps", options->dump_steps, "the steps to dump, as 4,10; otherwise the middle one")
       ->needs(dump);
   command->add_option("--dump-layers", options->dump_layers, "the layers to dump, as 0,2; otherwise all")->needs(dump);
-  CLI::Option* profile = add_output(*command, "--profile-out", options->profile_out,
-                                    "write how dense the prompt's attention is at each step, layer and head, as "
-                                    "CSV (--method dense): see `scope profile`; "
-                                    "a profile that is there keeps what is higher");
+  CLI::Option* profile = command->add_option("--profile-out", options->profile_out,
+                                             "write how dense the prompt's attention is at each step, layer and head, as "
+                                             "CSV (--method dense): see `scope profile`; "
+                                             "a profile that is there keeps what is higher");
   command->add_option("--profile-samples", options->profile_samples, "queries of each head that it looks at, or all")
       ->capture_default_str()
       ->needs(profile);

@@ -561,7 +561,7 @@ class Inspection {
 void run(const Options& options) {
   Outputs outputs;
   outputs.reads(options.input);
-  outputs.reads(options.method.settings());
+  outputs.reads(parse_method(options.method.method, options.method.model, options.method.set));
   for (const std::string& name : split(options.scoring, ',')) outputs.reads(parse_method(name, options.method.model));
   for (const char* name : kFiles) outputs.writes_into("--output", options.output, name);
   Inspection inspection(options);
@@ -679,7 +679,7 @@ void add_inspect(CLI::App& app) {
       "  scope inspect qkv.safetensors --head 1 --query 10,4,7 --frames 0,5,10,15,20 -o look\n"
       "  scope inspect qkv.safetensors --scoring sparge,svg2:codes=333,scope-paper,scope-exact:groups=300 -o look");
   options->input.add(*command);
-  add_output(*command, "-o,--output", options->output, "folder for the pictures; made if it is not there")->required();
+  command->add_option("-o,--output", options->output, "folder for the pictures; made if it is not there")->required();
   command->add_option("--head", options->head, "which head to draw, counted over samples and heads")
       ->check(whole(0, kMostSamples))
       ->capture_default_str();

@@ -84,6 +84,14 @@ int run(int argc, char** argv) {
   scope::cli::add_methods(app);
   scope::cli::add_profile(app);
   scope::cli::add_report(app);
+  // '' is a variable that was not set, and would read as an option that was not given.
+  for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
+    for (CLI::Option* option : command->get_options()) {
+      if (option->get_items_expected_max() == 0) continue;
+      option->check(
+          [](const std::string& value) { return std::string(value.empty() ? "expected a value, got nothing" : ""); });
+    }
+  }
   try {
     take_interrupts();
     app.parse(argc, argv);

@@ -63,7 +63,7 @@ void add_make_qkv(CLI::App& app) {
   command->add_option("--dtype", options->dtype, "f32, f16 or bf16")
       ->check(CLI::IsMember({"f32", "f16", "bf16"}))
       ->capture_default_str();
-  add_output(*command, "-o,--output", options->output, "file to write, .safetensors")->required();
+  command->add_option("-o,--output", options->output, "file to write, .safetensors")->required();
   add_threads(*command, options->threads);
   command->callback([options] { run(*options); });
 }

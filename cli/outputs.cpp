@@ -203,10 +203,4 @@ void Outputs::place() {
   entries_.clear();  // and with it the runs that were replaced
 }
 
-CLI::Option* add_output(CLI::App& app, const std::string& names, std::string& path, const std::string& help) {
-  return app.add_option(names, path, help)->check([](const std::string& value) {
-    return value.empty() ? std::string("expected a path, got nothing") : std::string();
-  });
-}
-
 }  // namespace scope::cli

@@ -44,7 +44,4 @@ class Outputs {
   std::string unfinished_;
 };
 
-// An option whose value is a path to write: '' is refused.
-CLI::Option* add_output(CLI::App& app, const std::string& names, std::string& path, const std::string& help);
-
 }  // namespace scope::cli

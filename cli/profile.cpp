@@ -93,7 +93,7 @@ void add_profile(CLI::App& app) {
       "  scope profile one.csv other.csv -o profile.csv");
   command->add_option("files", options->files, "q, k, v files, each as STEP:LAYER:FILE, or profiles, as FILE.csv")
       ->required();
-  add_output(*command, "-o,--output", options->output, "CSV file to write")->required();
+  command->add_option("-o,--output", options->output, "CSV file to write")->required();
   command->add_option("--mass", options->mass, "share of the mass")->check(above(0, 1))->capture_default_str();
   command->add_option("--samples", options->samples, "queries per head, or all")->capture_default_str();
   options->machine.add_host(*command);

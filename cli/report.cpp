@@ -217,7 +217,7 @@ void add_report(CLI::App& app) {
   command->add_option("clips", options->clips, "folders, the reference first; NAME=FOLDER gives one a name")
       ->required()
       ->expected(1, 16);
-  add_output(*command, "-o,--output", options->output, "page to write, .html")->required();
+  command->add_option("-o,--output", options->output, "page to write, .html")->required();
   command->add_option("--title", options->title, "of the page")->capture_default_str();
   command
       ->add_option("--skip", options->skip, "frames at the start that do not count, such as one that was given to the model")

@@ -465,6 +465,16 @@ TEST(State, RefusesAbsurdCentroids) {
       own.state.load(nullptr, saved);
     }
   }
+  // Calls that do not look at rows may leave anything, which their plan's states take back.
+  const Plan unchecked(context, method("scope", {{"partition", "even:2"}, {"check_finite", "no"}}), in.shape());
+  OwnState any(unchecked);
+  Extra extra;
+  extra.state = &any.state;
+  run(unchecked, in, extra);
+  std::vector<std::byte> odd = any.save();
+  std::fill_n(odd.begin() + StateLayout(unchecked).centroids, 4, std::byte{0xff});
+  any.state.load(nullptr, odd);
+  EXPECT_EQ(any.save(), odd);
   // Nothing has filled it, so nothing is read.
   const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
   OwnState own(plan);

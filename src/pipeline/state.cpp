@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "core/numeric.h"
 
@@ -14,6 +15,13 @@ namespace {
 constexpr uint64_t kMagic = 0x3154415445504353;  // "SCPETAT1"
 constexpr uint32_t kVersion = 2;
 constexpr float kSlack = 1.01f;  // a mean of equal rows may round up, to bf16 by 1/256
+constexpr float kAny = std::numeric_limits<float>::infinity();
+
+// Of a centroid. Where calls do not look at rows, their means may be anything, and a state of theirs loads again.
+float most_magnitude(const Plan& plan) {
+  if (!plan.settings.check_finite) return kAny;
+  return kSlack * (plan.shape.dtype == DType::f16 ? f16_to_f32(0x7bff) : kMostMagnitude);
+}
 
 // FNV-1a over the channel sets: two partitions of one size must not share a state. Labels are those of so many tokens.
 uint64_t hash(const Plan& plan) {
@@ -94,7 +102,7 @@ State::State(const Plan& plan, void* memory)
       q_tokens_(plan.shape.q_tokens),
       k_tokens_(plan.shape.k_tokens),
       subspaces_(plan.subspaces()),
-      most_(kSlack * (plan.shape.dtype == DType::f16 ? f16_to_f32(0x7bff) : kMostMagnitude)),
+      most_(most_magnitude(plan)),
       memory_(memory),
       slots_(static_cast<size_t>(plan.shape.batch)),
       pending_(slots_.size()) {
@@ -172,8 +180,10 @@ void State::load(void* stream, std::span<const std::byte> from) {
       }
     }
   };
-  check_means("centroids", layout_.centroids, layout_.header.groups, &StateSlot::groups);
-  check_means("codebooks", layout_.codebooks, layout_.header.codes, &StateSlot::codes);
+  if (most_ != kAny) {
+    check_means("centroids", layout_.centroids, layout_.header.groups, &StateSlot::groups);
+    check_means("codebooks", layout_.codebooks, layout_.header.codes, &StateSlot::codes);
+  }
   // Labels are indices from here on. `count` of each head, -1 and up.
   const auto check_labels = [&](const char* name, int64_t at, int64_t count, int32_t StateSlot::*most) {
     const int64_t per_sample = layout_.header.heads * count;
