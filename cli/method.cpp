@@ -108,8 +108,10 @@ void MethodFlags::add(CLI::App& app, bool with_method) {
 
 Settings MethodFlags::settings(const Surroundings& with, const std::string& target_density) const {
   for (const std::string& item : set) {
-    const std::string name = item.substr(0, item.find('='));
-    require(!gives(method, {}, name), Status::invalid_argument, "--set: {} is given twice, here and in --method", name);
+    for (const Given& own : given_settings(method, {})) {
+      require(!item.starts_with(own.name + "="), Status::invalid_argument, "--set: {} is given twice, as {}={} in --method",
+              item, own.name, own.value);
+    }
   }
   Settings result = parse_method(method, model, set);
   if (!target_density.empty()) set_setting(result, "target_density", target_density);

@@ -31,7 +31,9 @@ const std::map<std::string, std::vector<const char*>> kValues{{"groups", {"3", "
                                                               {"dense_steps", {"0", "1"}},
                                                               {"dense_last_steps", {"0", "1"}},
                                                               {"warm_prefix", {"no", "yes"}},
-                                                              {"reuse_start", {"0", "5"}},
+                                                              {"reuse_start", {"1", "5"}},
+                                                              {"reuse_steps", {"0", "40"}},
+                                                              {"target_scope", {"head", "sample"}},
                                                               {"layers", {"0", "40"}},
                                                               {"state_dtype", {"f32", "bf16"}},
                                                               {"workspace_limit", {"1", "400"}}};

@@ -50,12 +50,11 @@ enum class Meets {
 struct RuleRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in this order, and few
   Rule choice;
   const char *name, *help;
-  bool by_density;   // keeps the share `density`, and not what rho says
   bool whole_codes;  // keeps every key of some codes of one subspace, and no other
   bool similarity;   // needs to know how alike the rows of a block are: blocks on both sides
   bool errors;       // needs what leaving a cluster out costs
   bool profile;      // takes least shares from a profile in the place of alpha
-  bool rho;          // compares with a given rho
+  bool rho;          // compares with a given rho; others keep the share `density`
   int floor;         // under a target, alpha is lowered to at most target / floor; 0: the rule has no floor
   Meets meets;
 };

@@ -137,7 +137,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     # What does not fit is refused before any work, and what is there stays.
     refuse_run(2, ["--profile-out", "--method dense"], "--profile-out", f"{FOLDER}/new.csv")
     refuse_run(2, ["--profile-samples"], "--method", "dense", "--profile-samples", "0", "--profile-out", f"{FOLDER}/new.csv")
-    refuse_run(3, ["no folder"], *dense, "--profile-out", f"{FOLDER}/missing/new.csv")
+    refuse_run(3, ["no such folder"], *dense, "--profile-out", f"{FOLDER}/missing/new.csv")
     refuse_run(3, ["is of 6 steps, the run has 5"], *dense, "--profile-out", profile, steps=5)
     refuse_run(3, ["is of 6 steps, the run has 5"], *svoo, "--set", f"profile={profile}", steps=5)
     open(f"{FOLDER}/notes.csv", "w").write("Step,Layer\n1,2\n")

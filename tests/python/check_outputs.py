@@ -104,7 +104,7 @@ def check_refused_files():
     refuse(2, "--stats: got o", "attend", "in", "-o", "o", "--stats", "o")
     refuse(2, "--stats: got ./o", "attend", "in", "-o", "folder/../o", "--stats", "./o")
     refuse(2, "--state: got o", "attend", "in", "-o", "o", "--state", "o")
-    refuse(2, "which is also profile", "attend", "in", "--method", "svoo", "--set", "profile=p.csv", "-o", "p.csv")
+    refuse(2, "which is also profile", "attend", "in", "--method", "svoo", "--set", "profile=p.csv", "--layer", 1, "--step", 1, "--steps", 2, "-o", "p.csv")
     compare = ("compare", "in", "--methods", "svoo:profile=p.csv+codes=20", "--layer", 0, "--step", 0, "--steps", 2)
     refuse(2, "--csv: got a", *compare, "--json", "a", "--csv", "a")
     refuse(2, "--plots: got x-error.svg", *compare, "--csv", "x-error.svg", "--plots", "x-")
