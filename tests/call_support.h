@@ -24,7 +24,7 @@ inline Settings method(const char* name, std::initializer_list<std::pair<const c
   return settings;
 }
 
-// The methods that keep whole codes and that every backend has, at sizes that suit short sequences.
+// Methods that keep whole codes, at sizes that suit short sequences.
 inline std::vector<Settings> baselines(const char* target = "none") {
   return {method("svg2", {{"codes", "100"}, {"target_density", target}}),
           method("sparge", {{"q_block", "16"}, {"k_block", "8"}, {"target_density", target}}),

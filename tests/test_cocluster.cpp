@@ -191,7 +191,7 @@ TEST(Cocluster, DifferentialEveryRound) {
 TEST(Cocluster, ACommonMeanCostsNoMoreThanRounding) {
   each_machine([](const Exec& exec) {
     Random random(5);
-    Problem problem(random, DType::f32, 64, 300, 400, 1);
+    Problem problem(random, limits().finest, 64, 300, 400, 1);
     for (int64_t t = 0; t < 400; ++t) {
       for (int64_t c = 0; c < 64; ++c) {
         problem.k.set(t, c, random.normal() + (c == 0 ? 30 : 0));
@@ -233,9 +233,10 @@ TEST(Cocluster, TiesGoToTheLowestIndexAndEmptyClustersKeepTheirCentroid) {
 TEST(Cocluster, LargestFiniteInputsStayApart) {
   each_machine([](const Exec& exec) {
     Random random(2);
-    Problem problem(random, DType::f32, 256, 60, 60, 1);
+    const int64_t dim = limits().dims.back();
+    Problem problem(random, limits().finest, dim, 60, 60, 1);
     for (int64_t t = 0; t < 60; ++t) {
-      for (int64_t c = 0; c < 256; ++c) {
+      for (int64_t c = 0; c < dim; ++c) {
         problem.k.set(t, c, 1e18 * (random.chance(0.5) ? 1 : -1));
         problem.q.set(t, c, 1e18 * (random.chance(0.5) ? 1 : -1));
       }
@@ -281,7 +282,7 @@ TEST(Cocluster, ChunkOfHeadsEqualsHeadsAlone) {
 
 TEST(Cocluster, WorkspaceTooSmallIsRefused) {
   Random random(4);
-  Problem problem(random, DType::f32, 64, 90, 80, 1);
+  Problem problem(random, limits().finest, 64, 90, 80, 1);
   problem.args.queries.groups = 9;
   problem.args.keys.codes = 8;
   each_machine([&](const Exec& exec) { EXPECT_THROW(Result(exec, problem, 1, 0xff, 64), Error); });

@@ -44,7 +44,7 @@ Settings valid(Settings settings) {
   return settings;
 }
 
-// "rule: cuda has no error_aware", for each choice that the backend lacks.
+// "rule: BACKEND has no NAME", for each choice that the backend lacks.
 std::vector<std::string> lacks(const Backend& backend, const Settings& settings) {
   std::vector<std::string> missing;
   const auto check = [&](const char* setting, bool has, const char* name) {

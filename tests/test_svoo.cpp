@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <set>
 
 #include "call_support.h"
 #include "methods/models.h"
@@ -104,7 +105,6 @@ TEST(Svoo, ClustersAreReusedBetweenTheStepsThatMakeThem) {
                                             {"reuse_steps", "0"},
                                             {"reuse_interval", "3"},
                                             {"dense_steps", "0"}});
-    if (!tested_has(settings)) continue;
     const Plan plan(context, settings, Inputs(2, 2, 120, 140, kDim, 1).shape());
     Settings fresh = settings;
     fresh.reuse_interval = 1;
@@ -169,7 +169,6 @@ void expect_not_reused(const char* name) {
                                           {"reuse_steps", "0"},
                                           {"reuse_interval", "40"},
                                           {"dense_steps", "0"}});
-  if (!tested_has(settings)) return;
   const Plan plan(context, settings, in.shape());
   OwnState own(plan);
   Extra extra;
@@ -224,6 +223,33 @@ void expect_not_reused(const char* name) {
 TEST(Svoo, AStateOfOtherTokensIsNotReused) {
   expect_not_reused("svoo");
   expect_not_reused("svg2");
+}
+
+// At a rho that one cluster passes, what a group keeps is its head's least share of the clusters.
+TEST(Svoo, EachHeadKeepsTheLeastShareOfItsProfile) {
+  const TextFile profile("step,layer,head,density\n7,2,0,0.5\n7,2,1,0.01\n7,2,2,0.17\n");
+  const Context context = tested_context();
+  const Inputs in(1, 3, 120, 140, kDim, 1);
+  const Plan plan(context, method("svoo", {{"groups", "7"}, {"codes", "20"}, {"rho", "1e-6"}, {"profile", profile.path()}}),
+                  in.shape());
+  Extra extra;
+  extra.place = {2, 7, 10};
+  const Result result = run(plan, in, extra);
+  ASSERT_NO_FATAL_FAILURE(expect_consistent(in, plan, result, extra));
+  const double least[] = {0.2, 0.15, 0.17};  // clipped
+  const size_t clusters[] = {4, 3, 3};
+  for (int64_t head = 0; head < 3; ++head) {
+    EXPECT_EQ(result.heads[static_cast<size_t>(head)].alpha, least[head]);
+    for (int64_t c = 0; c < 7; ++c) {
+      if (result.sizes[static_cast<size_t>(head * 7 + c)] == 0) continue;
+      std::set<int32_t> kept;
+      const uint32_t* mask = result.mask.data() + (head * 7 + c) * mask_words(140);
+      for (int64_t j = 0; j < 140; ++j) {
+        if (mask_bit(mask, j)) kept.insert(result.codes[static_cast<size_t>(head * 140 + j)]);
+      }
+      EXPECT_EQ(kept.size(), clusters[head]) << "head " << head << " group " << c;
+    }
+  }
 }
 
 TEST(SvooOnCpu, LeastSharesComeFromTheProfile) {

@@ -13,9 +13,7 @@ int64_t encode_scratch(const Exec&, const Sizes& sizes) {
          std::max(kmeans_scratch(sizes.k_tokens, sizes.codes, false), encode_blocks_scratch(sizes.dim, sizes.codes));
 }
 
-namespace {
-
-void encode_kmeans(const Exec& exec, const EncodeArgs& args) {
+KMeansBatch batch_of(const EncodeArgs& args) {
   KMeansBatch batch;
   batch.dtype = args.k.dtype;
   batch.points = head_rows(args.k);
@@ -34,6 +32,13 @@ void encode_kmeans(const Exec& exec, const EncodeArgs& args) {
   batch.labels = args.labels;
   batch.empty = args.empty;
   batch.scratch = args.scratch;
+  return batch;
+}
+
+namespace {
+
+void encode_kmeans(const Exec& exec, const EncodeArgs& args) {
+  KMeansBatch batch = batch_of(args);
   const Partition& partition = *args.partition;
   for (size_t first = 0; first < partition.size(); first += kMostSubsets) {
     batch.subsets = static_cast<int>(std::min<size_t>(kMostSubsets, partition.size() - first));
@@ -59,7 +64,7 @@ void encode(const Exec& exec, const EncodeArgs& args) {
     case Encoding::blocks:
       return encode_blocks(exec, args);
     case Encoding::cocluster:
-      fail(Status::unsupported, "encode: cuda has no cocluster");
+      fail(Status::internal, "encode: got cocluster, which is a stage of its own");
   }
 }
 

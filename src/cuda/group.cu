@@ -13,8 +13,6 @@ int64_t group_scratch(const Exec&, const Sizes& sizes) {
   return sizes.heads * kmeans_scratch(sizes.q_tokens, sizes.groups, true);
 }
 
-namespace {
-
 KMeansBatch batch_of(const GroupArgs& args, std::span<const int32_t> channels) {
   KMeansBatch batch;
   batch.dtype = args.q.dtype;
@@ -41,8 +39,6 @@ KMeansBatch batch_of(const GroupArgs& args, std::span<const int32_t> channels) {
   return batch;
 }
 
-}  // namespace
-
 void group(const Exec& exec, const GroupArgs& args) {
   std::vector<int32_t> channels(static_cast<size_t>(args.q.dim));
   std::iota(channels.begin(), channels.end(), 0);
@@ -54,7 +50,7 @@ void group(const Exec& exec, const GroupArgs& args) {
     case Grouping::blocks:
       return group_blocks(exec, args);
     case Grouping::cocluster:
-      fail(Status::unsupported, "group: cuda has no cocluster");
+      fail(Status::internal, "group: got cocluster, which is a stage of its own");
   }
 }
 

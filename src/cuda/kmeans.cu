@@ -80,6 +80,10 @@ Subset plan_subset(std::span<const int32_t> channels) {
   return s;
 }
 
+}  // namespace
+
+namespace clustering {
+
 Work plan_work(const Exec& exec, const KMeansBatch& batch) {
   require(batch.dim <= kMostDim && batch.dim % 8 == 0, Status::unsupported,
           "K-means on CUDA takes head dimensions up to 128, multiples of 8");
@@ -125,7 +129,6 @@ Work plan_work(const Exec& exec, const KMeansBatch& batch) {
 
 void write_tables(const Exec& exec, const Work& w) { launch(exec, "K-means tables", tables_kernel, 1, kMostDim, 0, w); }
 
-// Tokens outside `rows` have label -1.
 void clear_labels(const Exec& exec, const KMeansBatch& batch) {
   if (!batch.token_labels || (batch.rows == nullptr && batch.count == batch.tokens)) return;
   const auto bytes = static_cast<size_t>(batch.tokens) * sizeof(int32_t);
@@ -134,16 +137,18 @@ void clear_labels(const Exec& exec, const KMeansBatch& batch) {
   check(cudaMemset2DAsync(batch.token_labels.base, pitch, 0xff, bytes, heads, stream(exec)), "clear labels");
 }
 
-}  // namespace
+void start_from_random_rows(const Exec& exec, const KMeansBatch& batch, const Work& w) {
+  auto* kernel = batch.dtype == DType::f16 ? start_kernel<__half> : start_kernel<__nv_bfloat16>;
+  launch(exec, "K-means start", kernel, w.heads * w.subsets * w.clusters, kMostDim, 0, w, batch.random);
+}
+
+}  // namespace clustering
 
 void kmeans(const Exec& exec, const KMeansBatch& batch) {
   Work w = plan_work(exec, batch);
   write_tables(exec, w);
   clear_labels(exec, batch);
-  if (!batch.warm) {
-    auto* kernel = batch.dtype == DType::f16 ? start_kernel<__half> : start_kernel<__nv_bfloat16>;
-    launch(exec, "K-means start", kernel, w.heads * w.subsets * w.clusters, kMostDim, 0, w, batch.random);
-  }
+  if (!batch.warm) start_from_random_rows(exec, batch, w);
   const bool sampled = batch.sample < batch.count && batch.iterations > 2;
   for (int i = 0; i < batch.iterations; ++i) {
     w.seen = sampled && i < batch.iterations - 2 ? batch.sample : batch.count;
@@ -167,6 +172,12 @@ void raster(const Exec& exec, const KMeansBatch& batch) {
   clear_labels(exec, batch);
   list_blocks(exec, batch.dtype, w);
   update(exec, batch.dtype, w);
+}
+
+Sorted sort_by_label(const Exec& exec, const KMeansBatch& batch) {
+  const Work w = plan_work(exec, batch);
+  sort(exec, w);
+  return {w.order, w.offsets};
 }
 
 int64_t kmeans_scratch(int64_t count, int64_t clusters, bool for_group) {

@@ -1,10 +1,12 @@
-// K-means on CUDA: what group and encode share.
+// K-means on CUDA: what group, encode, cocluster and compensate share.
 #pragma once
 
 #include <span>
 
 #include "core/random.h"
 #include "cuda/launch.h"
+#include "stages/encode.h"
+#include "stages/group.h"
 
 namespace scope::cuda {
 
@@ -37,9 +39,20 @@ struct KMeansBatch {
   Scratch scratch;                // heads x kmeans_scratch
 };
 
+// What the stages ask for; of encode's, all but the subsets.
+KMeansBatch batch_of(const GroupArgs& args, std::span<const int32_t> channels);
+KMeansBatch batch_of(const EncodeArgs& args);
+
 void kmeans(const Exec& exec, const KMeansBatch& batch);
 // Contiguous blocks of positions and their means, with group's results.
 void raster(const Exec& exec, const KMeansBatch& batch);
+// Tokens by label, ascending within one, and where each label's begin.
+struct Sorted {
+  PerHead<const int32_t> order;    // [count]
+  PerHead<const int64_t> offsets;  // [clusters + 1]
+};
+// By the labels of a batch with one subset, which are read alone; in the batch's scratch, as for encode.
+Sorted sort_by_label(const Exec& exec, const KMeansBatch& batch);
 // Bytes for one head; for group (one subset) or encode (batches of kMostSubsets).
 int64_t kmeans_scratch(int64_t count, int64_t clusters, bool for_group);
 

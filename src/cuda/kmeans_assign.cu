@@ -49,7 +49,7 @@ __device__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory");
 // ---- prepare: centroids less their mean, rounded, in the order the tensor cores read them ----
 
 // x.c - |c|^2 / 2 over c = mu + d is x.d - (mu.d + |d|^2 / 2) and a term that all c share. The bias is made of the
-// rounded d, so the labels are the nearest among the rounded centroids.
+// rounded d, so the labels are the nearest among the rounded centroids. A highest product x.c is that of x.d, without bias.
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ Work w) {
   constexpr int kLanes = kPrepareThreads / kMostDim;
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   const int64_t problem = blockIdx.x / kPrepareBlocks, part = blockIdx.x % kPrepareBlocks;
   const auto head = static_cast<int>(problem / w.subsets), m = static_cast<int>(problem % w.subsets);
   const Subset& subset = w.subset[m];
-  const float* centroids = w.centroids[head] + subset.offset;
+  const bool nearest = !w.directions;
+  const float* centroids = (nearest ? PerHead<const float>(w.centroids) : w.directions)[head] + subset.offset;
   const auto safe = [](float x) { return isfinite(x) ? x : 0.0f; };
 
   const int k = static_cast<int>(threadIdx.x) % kMostDim, first = static_cast<int>(threadIdx.x) / kMostDim;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
           const bool real = c < w.clusters && column >= 0;
           d[tile][i] = rounded<T>(real ? safe(__ldg(centroids + c * subset.depth + column)) - mu[column] : 0.0f);
           const float x = to_float(d[tile][i]);
-          if (real) bias[tile] += x * (mu[column] + 0.5f * x);
+          if (real && nearest) bias[tile] += x * (mu[column] + 0.5f * x);
           norm[tile] += x * x;
         }
       }

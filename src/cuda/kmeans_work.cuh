@@ -43,6 +43,9 @@ struct Work {
   int64_t seen;  // tokens of this iteration: count, or the sample
   bool last;     // the final results are wanted
   PerHead<float> centroids;
+  // [clusters, depth] of one subset: a token goes to the highest product with one of these, and not to the nearest
+  // centroid; null: to that.
+  PerHead<const float> directions;
   uint32_t* status;
   PerHead<int32_t> labels, token_labels, sizes, order;  // [subsets, …] but token_labels
   PerHead<int64_t> offsets, empty;
@@ -89,6 +92,14 @@ __device__ inline int32_t token_at(const Work& w, int m, int64_t i) {
   }
   return w.rows == nullptr ? static_cast<int32_t>(i) : w.rows[i];
 }
+
+// The problems of a batch, laid out in its scratch, where nothing outlasts the next `plan_work`; kmeans.cu.
+Work plan_work(const Exec& exec, const KMeansBatch& batch);
+// What every kernel but the sort's finds in the scratch.
+void write_tables(const Exec& exec, const Work& w);
+void start_from_random_rows(const Exec& exec, const KMeansBatch& batch, const Work& w);
+// Tokens outside `rows` have label -1.
+void clear_labels(const Exec& exec, const KMeansBatch& batch);
 
 // Chooses the instruction and the shared memory of each subset, once their k-steps are known; kmeans_assign.cu.
 void plan_assign(const Exec& exec, Work& w);

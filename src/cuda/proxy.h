@@ -24,22 +24,25 @@ struct ProxyLaunch {
   __device__ float element(uint16_t bits) const {
     return f16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t{bits} << 16);
   }
-  // One logit in f32, for everything that need not be fast.
-  __device__ float score(int32_t head, int32_t group, int32_t key) const {
+  // A centroid's product with the key at a token, in f32, for everything that need not be fast; so the next.
+  __device__ float product(int32_t head, int32_t group, int32_t at) const {
     float sum = 0;
-    if (exact) {
-      const float* q = centroids[head] + int64_t{group} * dim;
-      const uint16_t* x = k.row(head, token(key));
-      for (int i = 0; i < dim; i += 8) {
-        const uint4 eight = *reinterpret_cast<const uint4*>(x + i);
-        const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-        for (int p = 0; p < 4; ++p) {
-          sum = fmaf(q[i + 2 * p], element(static_cast<uint16_t>(pairs[p])), sum);
-          sum = fmaf(q[i + 2 * p + 1], element(static_cast<uint16_t>(pairs[p] >> 16)), sum);
-        }
+    const float* q = centroids[head] + int64_t{group} * dim;
+    const uint16_t* x = k.row(head, at);
+    for (int i = 0; i < dim; i += 8) {
+      const uint4 eight = *reinterpret_cast<const uint4*>(x + i);
+      const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+      for (int p = 0; p < 4; ++p) {
+        sum = fmaf(q[i + 2 * p], element(static_cast<uint16_t>(pairs[p])), sum);
+        sum = fmaf(q[i + 2 * p + 1], element(static_cast<uint16_t>(pairs[p] >> 16)), sum);
       }
-      return sum * scale;
     }
+    return sum * scale;
+  }
+  // One logit.
+  __device__ float score(int32_t head, int32_t group, int32_t key) const {
+    if (exact) return product(head, group, token(key));
+    float sum = 0;
     const float* table = tables[head] + int64_t{group} * subspaces * codes;
     for (int m = 0; m < subspaces; ++m) sum += table[m * codes + labels[head][int64_t{m} * count + key]];
     return sum;

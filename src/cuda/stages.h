@@ -3,6 +3,8 @@
 
 #include "stages/attend.h"
 #include "stages/bookkeeping.h"
+#include "stages/cocluster.h"
+#include "stages/compensate.h"
 #include "stages/encode.h"
 #include "stages/group.h"
 #include "stages/score.h"
@@ -15,7 +17,11 @@ void group(const Exec& exec, const GroupArgs& args);
 int64_t group_scratch(const Exec& exec, const Sizes& sizes);
 void encode(const Exec& exec, const EncodeArgs& args);
 int64_t encode_scratch(const Exec& exec, const Sizes& sizes);
+void cocluster(const Exec& exec, const CoclusterArgs& args);
+int64_t cocluster_scratch(const Exec& exec, const Sizes& sizes);
 void score(const Exec& exec, const ScoreArgs& args);
+void compensate(const Exec& exec, const CompensateArgs& args);
+int64_t compensate_scratch(const Exec& exec, const Sizes& sizes);
 void weigh(const Exec& exec, const WeighArgs& args);
 void solve(const Exec& exec, const SolveArgs& args);
 int64_t solve_scratch(const Exec& exec, const Sizes& sizes);

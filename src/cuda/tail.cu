@@ -5,6 +5,7 @@
 #include "cuda/device/ptx_sm80.cuh"
 #include "cuda/proxy.h"
 #include "cuda/stages.h"
+#include "cuda/tail.h"
 
 namespace scope::cuda {
 
@@ -470,6 +471,7 @@ __global__ void __launch_bounds__(kMeanThreads) mixed_rows(ProxyLaunch p, TailLa
 }  // namespace
 
 int64_t tail_scratch(const Exec&, const Sizes& sizes) {
+  if (sizes.whole_codes && sizes.extra > 0) return mask_dropped_codes_scratch(sizes);
   const int64_t floats = tail_floats(sizes.groups, sizes.dim, sizes.codes == 0, sizes.extra == 0);
   return sizes.heads * floats * 4;
 }
@@ -485,7 +487,7 @@ void tail(const Exec& exec, const TailArgs& args) {
       mean = true;
       break;
     case Tail::centroids:
-      fail(Status::unsupported, "tail: cuda has no centroids");
+      return mask_dropped_codes(exec, args);
   }
   const ProxyLaunch p = proxy_launch(args.proxy, args.heads);
   const int64_t room = tail_floats(p.groups, p.dim, p.exact, mean);

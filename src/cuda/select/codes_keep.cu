@@ -21,6 +21,7 @@ struct Keeper {
   int64_t head;
   int always;       // codes that all keep
   int64_t queries;  // of all groups
+  int floor;        // codes that alpha keeps
 
   // A share of whole codes may come back from floating point a hair below its integer.
   __device__ int whole_codes(double share) const { return static_cast<int>(share * p.codes + 1e-6); }
@@ -42,9 +43,9 @@ struct Keeper {
   __device__ int codes_kept(int group, double bound, int inside) const {
     const int rest = p.codes - always;
     if (a.keeps_all(head, group) || bound >= 1.0) return p.codes;
-    const int kept = a.bound == Bound::share_of_codes  ? whole_codes(bound)
-                     : a.bound == Bound::mass_reaching ? max(inside + 1, a.floor)
-                                                       : inside;
+    int kept = a.bound == Bound::share_of_codes ? whole_codes(bound) : inside;
+    if (a.bound == Bound::mass_reaching || a.bound == Bound::keys_reaching) kept = max(inside + 1, floor);
+    if (a.bound == Bound::keys_reaching) kept = a.reaching[head][int64_t{group} * p.codes + min(kept, p.codes) - 1];
     return always + min(max(kept, min(1, rest)), rest);
   }
   __device__ int32_t keys_kept(int group, int codes) const { return a.keys[head][int64_t{group} * p.codes + codes - 1]; }
@@ -119,12 +120,12 @@ __device__ Keeper<kThreads> keeper_of(const ProxyLaunch& p, const KeepLaunch& a,
   for (int r = threadIdx.x; r < p.codes; r += kThreads) sums[0] += a.always(head, r) ? 1 : 0;
   for (int c = threadIdx.x; c < p.groups; c += kThreads) sums[1] += a.sizes[head][c];
   block_sums<kThreads>(sums);
-  return {p, a, head, static_cast<int>(sums[0]), sums[1]};
+  return {p, a, head, static_cast<int>(sums[0]), sums[1], a.floors[head]->floor};
 }
 
 // A round of the search for one bound of all heads; after the last, the bound whose density is nearest to the target, 0 if
 // even that keeps more.
-__global__ void __launch_bounds__(kSolveThreads) solve_codes(ProxyLaunch p, KeepLaunch a, SampleSpace sample, int round) {
+__global__ void __launch_bounds__(kSolveThreads, 1) solve_codes(ProxyLaunch p, KeepLaunch a, SampleSpace sample, int round) {
   const auto keeper = keeper_of<kSolveThreads>(p, a, blockIdx.x);
   if (round == kCodeRounds) {
     const Bracket b = narrowed<kSolveThreads>(sample, p.heads, p.count, a.target, round);
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kKeepThreads) keep_codes(ProxyLaunch p, KeepLa
   if (threadIdx.x != 0) return;
   *a.head_budget[head] = 0;
   *a.rho_used[head] = a.target > 0 ? bound : a.rho;
-  *a.alpha_used[head] = a.alpha;
+  *a.alpha_used[head] = a.floors[head]->alpha;
 }
 
 }  // namespace

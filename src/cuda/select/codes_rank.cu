@@ -11,10 +11,11 @@ namespace {
 
 constexpr int kTallyThreads = 512, kTallyKeys = 8192;
 
-__global__ void __launch_bounds__(kTallyThreads) tally_codes(ProxyLaunch p, CodesSpace s, int parts) {
+__global__ void __launch_bounds__(kTallyThreads) tally_codes(ProxyLaunch p, CodesFloors floors, CodesSpace s, int parts) {
   extern __shared__ int32_t counts[];  // [codes]
   const int64_t head = blockIdx.x / parts;
   const int begin = static_cast<int>(blockIdx.x % parts) * kTallyKeys, end = min(begin + kTallyKeys, p.count);
+  if (begin == 0 && threadIdx.x == 0) *s.floors[head] = floors;
   for (int r = threadIdx.x; r < p.codes; r += kTallyThreads) counts[r] = 0;
   __syncthreads();
   for (int j = begin + threadIdx.x; j < end; j += kTallyThreads) atomicAdd(counts + p.labels[head][j], 1);
@@ -41,6 +42,15 @@ __device__ int code_of(uint64_t key) { return static_cast<int>(kCodeMask - (key 
 __device__ double weight_of(uint64_t key) {
   const double weight = __longlong_as_double(static_cast<int64_t>(key & ~kCodeMask));
   return weight < INFINITY ? weight : 0.0;
+}
+
+// An error, and below it the code, in the same order. What is guaranteed comes before all errors, and what is no code after
+// them.
+__device__ uint64_t error_key(float error, bool guaranteed, bool real, int code) {
+  const uint32_t bits = __float_as_uint(error == 0 ? 0.0f : error);  // one zero
+  const uint32_t ascending = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+  const uint32_t high = !real ? 0 : guaranteed ? ~0u : ascending;
+  return uint64_t{high} << 32 | (kCodeMask - static_cast<uint64_t>(code));
 }
 
 // Sorts kRankThreads x kEach keys, descending; thread t has number t x kEach and those that follow. Bitonic: neighbours
@@ -89,7 +99,7 @@ __device__ void sort_keys(uint64_t (&key)[kEach], uint64_t* shared) {
 struct RankLaunch : CodesOrder, CodesSpace {};
 
 // A block for each group: what a code weighs in it, and where that places the code.
-template <int kEach>
+template <int kEach, bool kErrors>
 __global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(ProxyLaunch p, RankLaunch a) {
   __shared__ uint64_t shared[kRankThreads * kEach];
   __shared__ float highs[kRankWarps];
@@ -130,40 +140,85 @@ __global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(P
 #pragma unroll
   for (int e = 0; e < kEach; ++e) mass += weight_of(key[e]), keys += keys_of(e);
   exclusive_scan<kRankThreads>(mass, keys, total);
-  auto* rank = reinterpret_cast<uint16_t*>(shared);  // [codes], in use since the scan waited for everyone
+  int32_t by_weight[kEach];  // keys up to and with each
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    mass += weight_of(key[e]);
+    by_weight[e] = keys += keys_of(e);
+    if (first + e < p.codes) a.mass[head][group * p.codes + first + e] = total > 0 ? mass / total : 0.0;
+  }
+  if constexpr (kErrors) {
+    const float* errors = a.errors[head] + group * p.codes;
+    const int guaranteed = a.floors[head]->guaranteed;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const bool real = first + e < p.codes;
+      const int code = code_of(key[e]);
+      key[e] = error_key(real ? errors[code] : 0.0f, first + e < guaranteed, real, code);
+    }
+    sort_keys<kEach>(key, shared);
+    mass = 0;
+    keys = 0;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) keys += keys_of(e);
+    exclusive_scan<kRankThreads>(mass, keys, total);
+  }
+  // In use since the scan waited for everyone.
+  auto* up_to = reinterpret_cast<int32_t*>(shared);                        // [codes] keys up to and with each rank
+  auto* rank = reinterpret_cast<uint16_t*>(up_to + kRankThreads * kEach);  // [codes]
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
     if (first + e >= p.codes) break;
-    mass += weight_of(key[e]);
-    keys += keys_of(e);
-    a.mass[head][group * p.codes + first + e] = total > 0 ? mass / total : 0.0;
+    if constexpr (kErrors) {
+      keys += keys_of(e);
+      up_to[first + e] = keys;
+    } else {
+      keys = by_weight[e];
+    }
     a.keys[head][group * p.codes + first + e] = keys;
     rank[code_of(key[e])] = static_cast<uint16_t>(first + e);
   }
   __syncthreads();
+  if constexpr (kErrors) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (first + e >= p.codes) break;
+      int from = 0, to = p.codes - 1;  // all codes have all keys
+      while (from < to) {
+        const int middle = (from + to) / 2;
+        if (up_to[middle] < by_weight[e]) {
+          from = middle + 1;
+        } else {
+          to = middle;
+        }
+      }
+      a.reaching[head][group * p.codes + first + e] = static_cast<uint16_t>(from + 1);
+    }
+  }
   for (int r = threadIdx.x; r < p.codes; r += kRankThreads) a.rank[head][group * p.codes + r] = rank[r];
 }
 
-template <int kEach>
+template <int kEach, bool kErrors>
 void launch_rank(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesSpace& space) {
   if constexpr (kEach < kMostEach) {
-    if (p.codes > kRankThreads * kEach) return launch_rank<2 * kEach>(exec, p, order, space);
+    if (p.codes > kRankThreads * kEach) return launch_rank<2 * kEach, kErrors>(exec, p, order, space);
   }
-  launch(exec, "rank_codes", rank_codes<kEach>, int64_t{p.heads} * p.groups, kRankThreads, 0, p, RankLaunch{order, space});
+  launch(exec, "rank_codes", rank_codes<kEach, kErrors>, int64_t{p.heads} * p.groups, kRankThreads, 0, p,
+         RankLaunch{order, space});
 }
 
 }  // namespace
 
-void tally_pass(const Exec& exec, const ProxyLaunch& p, const CodesSpace& space) {
+void tally_pass(const Exec& exec, const ProxyLaunch& p, const CodesFloors& floors, const CodesSpace& space) {
   const int64_t bytes = int64_t{p.codes} * 4, parts = ceil_div(p.count, kTallyKeys);
   check(cudaMemset2DAsync(space.code_sizes.base, static_cast<size_t>(space.bytes), 0, static_cast<size_t>(bytes),
                           static_cast<size_t>(p.heads), stream(exec)),
         "select: sizes of codes");
-  launch(exec, "tally_codes", tally_codes, p.heads * parts, kTallyThreads, bytes, p, space, static_cast<int>(parts));
+  launch(exec, "tally_codes", tally_codes, p.heads * parts, kTallyThreads, bytes, p, floors, space, static_cast<int>(parts));
 }
 
 void rank_pass(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesSpace& space) {
-  launch_rank<1>(exec, p, order, space);
+  order.errors ? launch_rank<1, true>(exec, p, order, space) : launch_rank<1, false>(exec, p, order, space);
 }
 
 }  // namespace scope::cuda

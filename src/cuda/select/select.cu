@@ -44,14 +44,16 @@ SelectSpace layout(Arena arena, int64_t count, int64_t groups) {
 
 CodesSpace codes_layout(Arena arena, int64_t groups, int64_t codes) {
   CodesSpace s;
+  s.floors.base = arena.take<CodesFloors>(1);
   s.code_sizes.base = arena.take<int32_t>(codes);
   s.kept.base = arena.take<int32_t>(groups);
   s.rank.base = arena.take<uint16_t>(groups * codes);
   s.keys.base = arena.take<int32_t>(groups * codes);
   s.mass.base = arena.take<double>(groups * codes);
+  s.reaching.base = arena.take<uint16_t>(groups * codes);
   s.bytes = round_up(arena.used(), 256);
   const auto step = [&](auto&... arrays) { ((arrays.step = s.bytes / static_cast<int64_t>(sizeof(*arrays.base))), ...); };
-  step(s.code_sizes, s.kept, s.rank, s.keys, s.mass);
+  step(s.floors, s.code_sizes, s.kept, s.rank, s.keys, s.mass, s.reaching);
   return s;
 }
 
@@ -104,6 +106,7 @@ RuleLaunch rule_of(const WeighArgs& x, int64_t count) {
 CodesOrder order_of(const WeighArgs& x) {
   CodesOrder order{};
   order.sizes = x.sizes;
+  if (row(x.rule).errors) order.errors = x.errors;
   order.by_similarity = row(x.rule).similarity;
   order.similar = x.similar;
   order.q_similarity = x.q_similarity;
@@ -111,13 +114,18 @@ CodesOrder order_of(const WeighArgs& x) {
   return order;
 }
 
+CodesFloors floors_of(const WeighArgs& x) {
+  const double alpha = lowered_alpha(x, 0, x.target);
+  const auto codes = [&](double share) { return static_cast<int32_t>(floor_share(share, x.proxy.codes)); };
+  if (!row(x.rule).errors) return {alpha, codes(alpha), 0};
+  return {alpha, codes(2 * alpha), std::max(1, codes(alpha))};
+}
+
 CodesRule codes_rule_of(const WeighArgs& x) {
   const int64_t codes = x.proxy.codes;
   CodesRule a{};
   a.rho = a.given = x.rho;
   a.target = x.target;
-  a.alpha = lowered_alpha(x, 0, x.target);
-  a.floor = static_cast<int32_t>(floor_share(a.alpha, codes));
   switch (x.rule) {
     case Rule::clusters:
       a.bound = Bound::mass_reaching;
@@ -130,7 +138,8 @@ CodesRule codes_rule_of(const WeighArgs& x) {
       a.bound = Bound::mass_within;
       return a;
     case Rule::error_aware:
-      fail(Status::unsupported, "rule: cuda has no error_aware");
+      a.bound = Bound::keys_reaching;
+      return a;
     case Rule::fixed:
     case Rule::top_p:
     case Rule::hybrid:
@@ -216,7 +225,7 @@ void weigh(const Exec& exec, const WeighArgs& args) {
   const ProxyLaunch p = proxy_of(args);
   if (!row(args.rule).whole_codes) return weigh_keys(exec, p, args.weights);
   const CodesSpace s = codes_space_of(p, args.weights);
-  tally_pass(exec, p, s);
+  tally_pass(exec, p, floors_of(args), s);
   rank_pass(exec, p, order_of(args), s);
 }
 
