@@ -1,6 +1,11 @@
 """The C ABI through ctypes: the structs of scope.h and a checked library handle. All ctypes of the package live here."""
 import ctypes as c
+import functools
+import os
+import pathlib
+import threading
 
+byref, pointer = c.byref, c.pointer
 F32, F16, BF16 = 0, 1, 2
 SPARSE, DENSE_METHOD, DENSE_LAYER, DENSE_STEP, DENSE_LAST_STEP, DENSE_NOTHING = range(6)  # reasons
 
@@ -112,12 +117,29 @@ def prototypes():
     ]
 
 
-class ScopeError(RuntimeError):
-    """A call failed; `status` is its scope_status."""
+class ScopeError(Exception):
+    """A call of the library failed; the message is the library's, `status` its scope_status."""
 
     def __init__(self, status, message):
         super().__init__(message)
         self.status = status
+
+
+class ScopeValueError(ScopeError, ValueError):
+    """An argument's value, shape, alignment or size is refused."""
+
+
+class ScopeTypeError(ScopeError, TypeError):
+    """A dtype is refused."""
+
+
+class ScopeRuntimeError(ScopeError, RuntimeError):
+    """This build, machine or moment cannot do it: unsupported, busy, out of memory, a failing device."""
+
+
+# By scope_status; the others are runtime errors.
+ERRORS = {1: ScopeValueError, 2: ScopeValueError, 3: ScopeTypeError, 4: ScopeValueError, 6: ScopeValueError, 7: ScopeValueError,
+          9: ScopeValueError, 10: ScopeValueError, 11: ScopeValueError}
 
 
 class LibScope:
@@ -126,12 +148,21 @@ class LibScope:
     VERSION = "0.2."  # any library of this MINOR serves
 
     def __init__(self, path):
-        lib = c.CDLL(path)
+        self.path = str(path)
+        try:
+            lib = c.CDLL(self.path)
+        except OSError as error:
+            raise ImportError(f"{path} cannot be loaded: {error}") from error
+        if not hasattr(lib, "scope_version"):
+            raise ImportError(f"{path} is not libscope: it has no scope_version")
         lib.scope_version.restype = c.c_char_p
         found = lib.scope_version().decode()
         if not found.startswith(self.VERSION):
-            raise ImportError(f"{path} is version {found}, this package needs {self.VERSION}x")
+            raise ImportError(f"{path} is libscope {found}, and this package speaks {self.VERSION}x: reinstall scope-attn, or name a "
+                              f"library of {self.VERSION}x in SCOPE_LIBRARY")
         for name, returns, arguments in prototypes():
+            if not hasattr(lib, f"scope_{name}"):
+                raise ImportError(f"{path} is libscope {found}, which has no scope_{name}: it is older than this package; update it")
             function = getattr(lib, f"scope_{name}")
             function.restype, function.argtypes = c.c_int if returns is STATUS else returns, arguments
             setattr(self, name, self._checked(function) if returns is STATUS else function)
@@ -140,7 +171,7 @@ class LibScope:
         def call(*arguments):
             status = function(*arguments)
             if status:
-                raise ScopeError(status, self.last_error().decode())
+                raise ERRORS.get(status, ScopeRuntimeError)(status, self.last_error().decode())
         return call
 
     def _rows(self, at, info):
@@ -164,36 +195,108 @@ class LibScope:
         return list(self._rows(self.model_at, ModelInfo))
 
     def plan(self, method="scope", settings=None, model=None, backend="cpu", device=0, threads=0, **shape):
-        """A plan on a backend; `model` is applied to the method before `settings`."""
-        return Plan(self, method, settings or {}, model, ContextOptions(backend=backend.encode(), device=device, threads=threads), shape)
+        """A plan on a context of its own; `model` is applied to the method before `settings`."""
+        context = Context(self, backend=backend.encode(), device=device, threads=threads)
+        return Plan(context, method, settings or {}, model, shape)
+
+
+@functools.cache
+def library():
+    """The library beside this file, or the one that SCOPE_LIBRARY names."""
+    path = pathlib.Path(os.environ.get("SCOPE_LIBRARY") or pathlib.Path(__file__).with_name("libscope.so"))
+    if not path.exists():
+        raise ImportError(f"{path} is not there: `pip install .` puts it beside the package; or name a built one in SCOPE_LIBRARY")
+    return LibScope(path)
+
+
+def memory(size):
+    """Host memory at a multiple of 16: what keeps it alive, and its address."""
+    held = c.create_string_buffer(size + 15)
+    return held, -(-c.addressof(held) // 16) * 16
+
+
+def int64s(values):
+    """An array of them: what keeps it alive, and its address."""
+    held = (c.c_int64 * len(values))(*values)
+    return held, c.addressof(held)
+
+
+def subspaces(sets):
+    """The fields of Shape that name channel sets."""
+    sizes = (c.c_int64 * len(sets))(*map(len, sets))
+    channels = [channel for each in sets for channel in each]
+    return dict(subspaces=len(sets), subspace_sizes=c.cast(sizes, c.c_void_p),
+                subspace_channels=c.cast((c.c_int32 * len(channels))(*channels), c.c_void_p))
+
+
+def head_budget(libscope, sizes, base_counts):
+    groups, budget = len(sizes), c.c_int64()
+    libscope.head_budget((c.c_int32 * groups)(*sizes), (c.c_int32 * groups)(*base_counts), groups, budget)
+    return budget.value
+
+
+class Context:
+    """What calls run on. Calls of one context must not overlap: whoever shares it holds `lock` around each."""
+
+    handle = None
+
+    def __init__(self, libscope, **options):
+        self.libscope, self.handle, self.lock = libscope, c.c_void_p(), threading.Lock()
+        self._workspace, self._workspace_bytes = (None, 0), -1
+        libscope.context_create(ContextOptions(**options), self.handle)
+
+    @property
+    def instruction_set(self):
+        return self.libscope.context_instruction_set(self.handle).decode()
+
+    def workspace(self, size):
+        """The address of host memory that all calls of this context use in turn; a larger request moves it."""
+        if size > self._workspace_bytes:
+            self._workspace, self._workspace_bytes = memory(size), size
+        return self._workspace[1]
+
+    def __del__(self):
+        if self.handle:
+            self.libscope.context_destroy(self.handle)
+
+
+class Method:
+    """A method's handle; `model` is applied before `settings`."""
+
+    def __init__(self, libscope, name, settings=None, model=None):
+        self.libscope, self.handle = libscope, c.c_void_p()
+        libscope.method_create(name.encode(), self.handle)
+        if model is not None:
+            libscope.method_apply_model(self.handle, model.encode())
+        for setting, value in (settings or {}).items():
+            libscope.method_set(self.handle, setting.encode(), str(value).encode())
+
+    def get(self, name):
+        """A setting, as text."""
+        needed = c.c_size_t()
+        self.libscope.method_get(self.handle, name.encode(), None, 0, needed)
+        text = c.create_string_buffer(needed.value)
+        self.libscope.method_get(self.handle, name.encode(), text, needed.value, None)
+        return text.value.decode()
+
+    def __del__(self):
+        self.libscope.method_destroy(self.handle)
 
 
 class Plan:
-    """A context, a method and a plan. On the CPU it has a workspace of its own; a GPU caller brings device memory."""
+    """A method and a plan. On the CPU its calls use the context's workspace; a GPU caller brings device memory."""
 
-    def __init__(self, libscope, method, settings, model, options, shape):
-        self.libscope = libscope
-        self.context, self.method, self.handle = c.c_void_p(), c.c_void_p(), c.c_void_p()
-        libscope.context_create(options, self.context)
-        libscope.method_create(method.encode(), self.method)
-        if model is not None:
-            libscope.method_apply_model(self.method, model.encode())
-        for name, value in settings.items():
-            libscope.method_set(self.method, name.encode(), str(value).encode())
-        rope = shape.pop("rope", (0, 0, 0))
-        self.shape = Shape(rope=(c.c_int64 * 3)(*rope), **shape)
-        libscope.plan_create(self.context, self.method, self.shape, self.handle)
+    def __init__(self, context, method, settings, model, shape):
+        self.context, self.libscope, self.handle = context, context.libscope, c.c_void_p()
+        self.method = Method(self.libscope, method, settings, model)
+        self.shape = Shape(**{**shape, "rope": (c.c_int64 * 3)(*shape.get("rope", (0, 0, 0)))})
+        self.libscope.plan_create(context.handle, self.method.handle, self.shape, self.handle)
         self.info = PlanInfo()
-        libscope.plan_get_info(self.handle, self.info)
-        self.workspace = c.create_string_buffer(self.info.workspace_bytes) if self.info.host_memory else None
+        self.libscope.plan_get_info(self.handle, self.info)
 
     def setting(self, name):
         """A setting of the plan's method, as text."""
-        needed = c.c_size_t()
-        self.libscope.method_get(self.method, name.encode(), None, 0, needed)
-        text = c.create_string_buffer(needed.value)
-        self.libscope.method_get(self.method, name.encode(), text, needed.value, None)
-        return text.value.decode()
+        return self.method.get(name)
 
     def reason(self, layer=-1, step=-1, steps=0):
         """Why a call at this place runs as it does, and whether a dense one clusters all the same."""
@@ -207,8 +310,8 @@ class Plan:
 
     def arguments(self, **values):
         """scope_run_args from its fields by name."""
-        if self.workspace is not None:
-            values = {"workspace": c.addressof(self.workspace), **values}
+        if self.info.host_memory:
+            values = {"workspace": self.context.workspace(self.info.workspace_bytes), **values}
         if isinstance(values.get("state"), State):
             values["state"] = values["state"].handle
         for name in ("selection", "stats"):
@@ -244,8 +347,6 @@ class Plan:
 
     def __del__(self):
         self.libscope.plan_destroy(self.handle)
-        self.libscope.method_destroy(self.method)
-        self.libscope.context_destroy(self.context)
 
 
 class State:
@@ -254,8 +355,7 @@ class State:
     def __init__(self, plan, address):
         self.libscope, self.handle = plan.libscope, c.c_void_p()
         if address is None:
-            self.memory = c.create_string_buffer(plan.info.state_bytes + 15)
-            address = -(-c.addressof(self.memory) // 16) * 16
+            self.memory, address = memory(plan.info.state_bytes)
         self.libscope.state_create(plan.handle, address, self.handle)
 
     @property

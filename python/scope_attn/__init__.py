@@ -1,0 +1,18 @@
+"""SCOPE: sparse attention for video diffusion transformers, on CPUs and NVIDIA GPUs.
+
+    >>> import numpy, scope_attn
+    >>> q, k, v = numpy.random.default_rng(0).standard_normal((3, 1, 2, 1024, 64), numpy.float32)  # or PyTorch tensors
+    >>> state = scope_attn.State()                                                     # one per layer and CFG branch
+    >>> out = scope_attn.attention(q, k, v, rope=(24, 20, 20), target_density=0.2, state=state)
+
+attention() is all that most callers need; Plan is what it makes of a shape and a method. `python -m scope_attn.doctor` says
+what this machine can do.
+"""
+from ._c_api import ScopeError, ScopeRuntimeError, ScopeTypeError, ScopeValueError
+from ._functions import (Method, Model, Setting, attend_selected, attention, head_budget, methods, models, pack_bits, select, settings,
+                         supports, unpack_bits)
+from ._plan import Context, HeadStats, Plan, Reason, Selection, State, Stats
+
+__all__ = ["Context", "HeadStats", "Method", "Model", "Plan", "Reason", "ScopeError", "ScopeRuntimeError", "ScopeTypeError",
+           "ScopeValueError", "Selection", "Setting", "State", "Stats", "attend_selected", "attention", "head_budget", "methods", "models",
+           "pack_bits", "select", "settings", "supports", "unpack_bits"]

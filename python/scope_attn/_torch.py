@@ -1,0 +1,167 @@
+"""PyTorch tensors as the C ABI sees them, and the operators scope_attn::attention and attention_with_state."""
+import torch
+
+from . import _c_api, _functions, _plan
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+    raise ImportError(f"scope_attn needs PyTorch 2.6 or newer for tensors, and this is {torch.__version__}")
+
+KIND = "a PyTorch tensor"
+DTYPES = {torch.float32: _c_api.F32, torch.float16: _c_api.F16, torch.bfloat16: _c_api.BF16}
+empty_like = torch.empty_like
+
+
+def describe(name, x):
+    """Address, device index, dtype's code and strides in elements."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: it requires gradients, and sparse attention has no backward pass; use torch.no_grad() or detach()")
+    return x.data_ptr(), -1 if x.is_cpu else index_of(x, name), DTYPES.get(x.dtype), x.stride()
+
+
+def dtype_of(x):
+    return DTYPES.get(x.dtype)
+
+
+def index_of(x, name="q"):
+    """-1: the CPU; else which GPU."""
+    if not (x.is_cpu or x.is_cuda):
+        raise ValueError(f"{name}: it is on {x.device}, expected the CPU or a CUDA device")
+    return x.get_device()
+
+
+def address(x):
+    return x.data_ptr()
+
+
+def empty_words(shape, like):
+    return torch.empty(shape, dtype=torch.int32, device=like.device)
+
+
+def as_bits(x):
+    return x
+
+
+def is_bool(x):
+    return x.dtype == torch.bool
+
+
+def check_words(name, x, shape, index):
+    """32-bit integers of this shape on this device, one after the other."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected {KIND}")
+    if x.dtype not in (torch.int32, torch.uint32):
+        raise TypeError(f"{name}: got {x.dtype}, expected 32-bit integers, or booleans of tokens")
+    if x.get_device() != index:
+        raise ValueError(f"{name}: it is on {x.device}, expected {'cpu' if index < 0 else f'cuda:{index}'}")
+    if x.shape != shape or not x.is_contiguous():
+        raise ValueError(f"{name}: got shape {list(x.shape)} with strides {x.stride()}, expected {list(shape)}, contiguous")
+
+
+def pack_bits(mask):
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    return (padded * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+def unpack_bits(words, tokens):
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words.view(torch.int32)[..., None] >> shifts & 1).flatten(-2)[..., :tokens].bool()
+
+
+# ---- memory and streams of a GPU
+
+def raw_stream(index):
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+def device_memory(size, index):
+    return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", index))
+
+
+def stream_and_memory(size, index):
+    stream = torch.cuda.current_stream(index)
+    return stream, stream.cuda_stream, device_memory(size, index)
+
+
+def settled_memory(size, index):
+    """Device memory that no earlier work of the current stream still uses, and that stream: the library writes it on another."""
+    stream, _, memory = stream_and_memory(size, index)
+    stream.synchronize()
+    return memory, stream
+
+
+class Report:
+    """Device memory for what a call on the current stream finds."""
+
+    def __init__(self, size, index):
+        self.stream, _, self.memory = stream_and_memory(size, index)
+        self.address = self.memory.data_ptr()
+
+    def on_host(self):
+        """What keeps the copy alive, and its address; waits for the stream."""
+        with torch.cuda.stream(self.stream):
+            copy = self.memory.cpu()
+        return copy, copy.data_ptr()
+
+
+# ---- the operators
+#
+# A State is a side effect that torch.compile must neither drop, repeat nor reorder, and its memory must not move. So the
+# second one takes a ticket, a tensor of one number that names the State, and says that it changes it: a ticket may be copied.
+
+def ticket(number):
+    with torch.inference_mode(False):
+        return torch.tensor([number])
+
+
+def state_of(ticket):
+    try:
+        return _plan.states[ticket.item()]
+    except KeyError:
+        raise RuntimeError("state: its State is gone; keep it as long as calls use it") from None
+
+
+for _state in list(_plan.states.values()):  # made before this module was needed
+    _state.ticket = ticket(_state.number)
+
+# Step, lengths and whether a state is filled are the host's to decide, so a call cannot be replayed by a graph that does not know.
+_tags = [getattr(torch.Tag, name) for name in ("needs_exact_strides", "cudagraph_unsafe") if hasattr(torch.Tag, name)]
+_library = torch.library.Library("scope_attn", "DEF")
+_rest = ("str method, str? model, str[] settings, int[]? rope, bool tokens_first, float scale, SymInt layer, SymInt step, SymInt steps, "
+         "Tensor? q_lengths, Tensor? k_lengths, Tensor? valid_queries, Tensor? valid_keys, Tensor? keep, Tensor? dense_queries) -> Tensor")
+_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_rest}", tags=_tags)
+_library.define(f"attention_with_state(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {_rest}", tags=_tags)
+
+
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
+def _attention(q, k, v, *rest):
+    return _functions.run(q, k, v, None, *rest)
+
+
+@torch.library.impl(_library, "attention_with_state", "CompositeExplicitAutograd")
+def _attention_with_state(q, k, v, state, *rest):
+    return _functions.run(q, k, v, state_of(state), *rest)
+
+
+for _name in ("attention", "attention_with_state"):
+    torch.library.register_fake(f"scope_attn::{_name}", lambda q, *rest: torch.empty_like(q), lib=_library)
+_without_state = torch.ops.scope_attn.attention.default
+_with_state = torch.ops.scope_attn.attention_with_state.default
+
+
+def on_host(x):
+    """Lengths and masks, which may come as lists."""
+    return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(x)
+
+
+def attention(q, k, v, state, method, model, settings, rope, tokens_first, scale, layer, step, steps, tokens, stats):
+    compiling = torch.compiler.is_compiling()
+    if stats is not None and compiling:
+        raise RuntimeError("stats: not under torch.compile, where nobody can look at them")
+    rest = method, model, settings, rope, tokens_first, scale, layer, step, steps
+    if stats is not None or (type(q) is torch.Tensor and not compiling):
+        return _functions.run(q, k, v, state, *rest, *tokens, stats)  # what the operators do, without the dispatcher's microseconds
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise RuntimeError("q, k, v: they require gradients, and sparse attention has no backward pass; use torch.no_grad() or detach()")
+    rest = *rest, *[on_host(x) for x in tokens]
+    return _without_state(q, k, v, *rest) if state is None else _with_state(q, k, v, state.ticket, *rest)

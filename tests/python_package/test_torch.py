@@ -1,0 +1,219 @@
+"""scope_attn over PyTorch tensors: the same bits as numpy's, the operator under torch.compile, states as side effects, refusals."""
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import scope_attn
+
+ROPE = (24, 20, 20)
+SETTINGS = dict(rope=ROPE, target_density=0.3)
+
+
+def dense(q, k, v, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale)
+
+
+def test_is_attention(qkv, dtype):
+    exact = dense(*qkv)
+    for out in (scope_attn.attention(*qkv, method="dense"), scope_attn.attention(*qkv, rope=ROPE, rho=1)):
+        assert out.dtype == dtype and out.device == qkv[0].device
+        assert (out - exact).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
+    assert (scope_attn.attention(*qkv, method="dense", scale=0.5) - dense(*qkv, scale=0.5)).abs().max() < 0.03
+    sparse = scope_attn.attention(*qkv, **SETTINGS)
+    assert 0.01 < (sparse - exact).abs().max() < 2
+
+
+def test_same_as_numpy(qkv):
+    if qkv[0].is_cuda:
+        pytest.skip("numpy arrays are the CPU's")
+    ours = scope_attn.attention(*(x.numpy() for x in qkv), **SETTINGS)
+    assert (scope_attn.attention(*qkv, **SETTINGS).numpy() == ours).all()
+    half = [x.bfloat16() for x in qkv]
+    assert (scope_attn.attention(*half, method="dense") - dense(*half)).abs().max() < 0.02
+
+
+def test_layouts(qkv):
+    expected = scope_attn.attention(*qkv, **SETTINGS)
+    token_major = [x.transpose(1, 2).contiguous() for x in qkv]
+    out = scope_attn.attention(*token_major, layout="BNHD", **SETTINGS)
+    assert out.is_contiguous() and (out.transpose(1, 2) == expected).all()
+    views = [x.transpose(1, 2) for x in token_major]
+    out = scope_attn.attention(*views, **SETTINGS)
+    assert out.stride() == views[0].stride() and (out == expected).all()
+    fused = torch.stack(token_major, 3)  # [batch, tokens, heads, 3, dim], as fused projections are
+    assert (scope_attn.attention(*fused.unbind(3), layout="BNHD", **SETTINGS).transpose(1, 2) == expected).all()
+    one = [x[:1].as_strided((1, 3, 280, 64), (7, 280 * 64, 64, 1)) for x in qkv]  # the stride of a single sample means nothing
+    assert (scope_attn.attention(*one, **SETTINGS) == expected[:1]).all()
+
+
+def test_tokens(qkv, device):
+    text = torch.zeros(2, 280, dtype=torch.bool)
+    text[:, -24:] = True
+    given = dict(q_lengths=[280, 270], k_lengths=torch.tensor([280, 270]), keep=text, dense_queries=scope_attn.pack_bits(text))
+    out = scope_attn.attention(*qkv, **SETTINGS, **given)
+    assert not out[1, :, 270:].any() and out[1, :, 269].any()
+    exact = dense(qkv[0][:1], qkv[1][:1], qkv[2][:1])[:, :, -24:]
+    assert (out[:1, :, -24:] - exact).abs().max() < 0.02, "text attends to everything"
+    selection = scope_attn.select(*qkv[:2], **SETTINGS, **given)
+    assert selection.labels.device == qkv[0].device
+    assert (scope_attn.attend_selected(*qkv, selection, q_lengths=given["q_lengths"], k_lengths=given["k_lengths"]) == out).all()
+    kept = scope_attn.unpack_bits(selection.mask, 280)
+    assert (kept.sum(-1) == selection.counts).all() and (scope_attn.pack_bits(kept) == selection.mask).all()
+    as_numpy = scope_attn.pack_bits(text.numpy())
+    assert (scope_attn.pack_bits(text).numpy().view(np.uint32) == as_numpy).all()
+    with_numpy = scope_attn.attention(*qkv, **SETTINGS, **{**given, "k_lengths": np.array([280, 270]), "keep": text.numpy()})
+    assert (with_numpy == out).all()
+
+
+def test_states_and_stats(qkv):
+    state, stats = scope_attn.State(), scope_attn.Stats()
+    first = scope_attn.attention(*qkv, state=state, **SETTINGS)
+    second = scope_attn.attention(*qkv, state=state, stats=stats, **SETTINGS)
+    assert stats.warm and stats.reason is scope_attn.Reason.SPARSE and abs(stats.density - 0.3) < 0.02 and len(stats.heads) == 6
+    assert (first != second).any()
+    saved = state.save()
+    third = scope_attn.attention(*qkv, state=state, **SETTINGS)
+    state.load(saved)
+    assert (scope_attn.attention(*qkv, state=state, **SETTINGS) == third).all()
+    state.reset()
+    assert (scope_attn.attention(*qkv, state=state, **SETTINGS) == first).all()
+
+
+def test_compile(qkv):
+    def attend(q, k, v):
+        return scope_attn.attention(q * 1.0, k, v, **SETTINGS) + 1
+
+    compiled = torch.compile(attend, fullgraph=True)
+    with torch.no_grad():
+        assert (compiled(*qkv) == attend(*qkv)).all()
+        assert (compiled(*(x[:, :, :200] for x in qkv)) == attend(*(x[:, :, :200] for x in qkv))).all()
+        views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
+        assert (compiled(*views) == attend(*qkv)).all()
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, index, text):
+        super().__init__()
+        self.state, self.text = scope_attn.State(layer=index), text
+
+    def forward(self, q, k, v, step):
+        q = -q.transpose(1, 2)  # exact, so that both ways keep the same keys
+        out = scope_attn.attention(q, k.transpose(1, 2), v.transpose(1, 2), state=self.state, step=step, steps=100, layout="BNHD",
+                                   keep=self.text, k_lengths=[280, 270], **SETTINGS)
+        return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compile_with_states(qkv, mode):
+    """States change once per call, in order, for each of twelve layers that share one graph, and results nobody uses still count."""
+    text = torch.zeros(2, 280, dtype=torch.bool)
+    text[:, :20] = True
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._inductor.compile(graph, inputs)
+
+    torch._dynamo.reset()
+
+    def step(layers, run, q, k, v, at):
+        for layer in layers:
+            run(layer, q, k, v, at)  # its output is dropped
+            q = run(layer, q, k, v, at)
+        return q
+
+    eager, compiled = ([Layer(index, text) for index in range(12)] for _ in range(2))
+    run = torch.compile(lambda layer, *arguments: layer(*arguments), fullgraph=True, backend=backend)
+    with mode():
+        inputs = [x.clone() for x in qkv]  # inference tensors from the start, where they are
+        for at in (60, 61, 62):
+            expected = step(eager, lambda layer, *arguments: layer(*arguments), *inputs, at)
+            out = step(compiled, run, *inputs, at)
+            assert (out == expected).all()
+            assert [layer.state.filled for layer in compiled] == [False] + [True] * 11, "layer 0 attends densely"
+    assert len(graphs) <= 2, "twelve layers share a graph, and the step is symbolic from its second value on"
+
+
+def test_states_in_order(qkv):
+    """In one graph: a first and a warm call on one state, the first one's result dropped."""
+    def twice(state, q, k, v):
+        scope_attn.attention(q, k, v, state=state, **SETTINGS)
+        return scope_attn.attention(q, k, v, state=state, **SETTINGS)
+
+    with torch.no_grad():
+        expected = twice(scope_attn.State(), *qkv)
+        assert (expected != scope_attn.attention(*qkv, **SETTINGS)).any()
+        state = scope_attn.State()
+        assert (torch.compile(twice, fullgraph=True)(state, *qkv) == expected).all()
+        assert state.filled
+
+
+def test_operators(qkv):
+    arguments = ("scope", None, ["target_density=0.3"], list(ROPE), False, 0.0, -1, -1, 0) + (None,) * 6
+    torch.library.opcheck(torch.ops.scope_attn.attention.default, (*qkv, *arguments))
+    state = scope_attn.State()
+    scope_attn.attention(*qkv, state=state, **SETTINGS)
+    operator = torch.ops.scope_attn.attention_with_state.default
+    torch.library.opcheck(operator, (*qkv, state.ticket, *arguments), test_utils=("test_schema", "test_faketensor"))
+    ticket = state.ticket
+    del state
+    with pytest.raises(RuntimeError, match="its State is gone"):
+        operator(*qkv, ticket, *arguments)
+
+
+def test_torch_after_package():
+    """The package before PyTorch, a state before both are needed, and the first call under torch.compile."""
+    code = ("import scope_attn; state = scope_attn.State(); import torch\n"
+            "f = torch.compile(lambda q, k, v: scope_attn.attention(q, k, v, rope=(8, 12, 12), state=state), fullgraph=True)\n"
+            "with torch.no_grad(): f(*torch.randn(3, 1, 1, 256, 32))\n"
+            "assert state.filled")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_refusals(qkv):
+    q, k, v = qkv
+    with pytest.raises(RuntimeError, match="gradients"):
+        scope_attn.attention(q.clone().requires_grad_(), k, v, **SETTINGS)
+    with pytest.raises(RuntimeError, match="gradients"):
+        scope_attn.attention(q, k, v.clone().requires_grad_(), stats=scope_attn.Stats(), **SETTINGS)
+    with torch.no_grad():
+        scope_attn.attention(q.clone().requires_grad_(), k, v, **SETTINGS)
+    with pytest.raises(TypeError, match="q: got torch.float64"):
+        scope_attn.attention(q.double(), k, v, **SETTINGS)
+    with pytest.raises(TypeError, match="v: got torch.float16"):
+        scope_attn.attention(q, k, v.half(), **SETTINGS)
+    with pytest.raises(ValueError, match="last dimension has stride 280"):
+        scope_attn.attention(q.transpose(2, 3).contiguous().transpose(2, 3), k, v, **SETTINGS)
+    with pytest.raises(ValueError, match="meta"):
+        scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, rope=ROPE, device=q.device).run(*(x.to("meta") for x in qkv))
+    with pytest.raises(scope_attn.ScopeValueError, match="densty"):
+        scope_attn.attention(q, k, v, densty=0.3)
+    with pytest.raises(TypeError, match="k: got ndarray, expected a PyTorch tensor"):
+        scope_attn.attention(q, np.zeros(k.shape), v, **SETTINGS)
+    with pytest.raises(Exception, match="gradients"):
+        torch.compile(lambda *x: scope_attn.attention(*x, **SETTINGS), fullgraph=True, backend="eager")(q.clone().requires_grad_(), k, v)
+    with pytest.raises(Exception, match="stats"):
+        torch.compile(lambda *x: scope_attn.attention(*x, stats=scope_attn.Stats(), **SETTINGS), fullgraph=True, backend="eager")(*qkv)
+
+
+def test_threads(qkv):
+    expected = {density: scope_attn.attention(*qkv, rope=ROPE, target_density=density) for density in (0.2, 0.3)}
+    failures = []
+
+    def work(density):
+        for _ in range(20):
+            out = scope_attn.attention(*qkv, rope=ROPE, target_density=density)
+            if not (out == expected[density]).all():
+                failures.append(density)
+
+    workers = [threading.Thread(target=work, args=[density]) for density in (0.2, 0.3, 0.2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
