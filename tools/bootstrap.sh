@@ -5,10 +5,11 @@ purpose=${1:-test}
 packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev libhwy-dev libpng-dev"
 case $purpose in
   demo) ;;
+  wheel) packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libhwy-dev python3 python3-venv" ;;
   test) packages+=" libgtest-dev python3 python3-numpy" ;;
   pytorch) packages+=" libgtest-dev python3 python3-numpy python3-venv" ;;
   check) packages+=" libgtest-dev python3 python3-numpy python3-venv clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev ccache chromium" ;;
-  *) echo "usage: tools/bootstrap.sh [demo|test|pytorch|check]" >&2; exit 2 ;;
+  *) echo "usage: tools/bootstrap.sh [demo|wheel|test|pytorch|check]" >&2; exit 2 ;;
 esac
 missing=()
 for package in $packages; do

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Builds the wheel without CUDA, installs it into an empty virtual environment, and runs the package's tests there with the PyTorch
+# and pytest of another: run.sh PYTORCH_VENV
+set -euo pipefail
+pytorch=$(realpath "$1")
+cd "$(dirname "$0")/../.."
+work=build/python_package
+rm -rf "$work"
+python3 -m venv "$work/venv"
+# The compiler and flags of `make test`, so that ccache knows the objects; a folder of its own, since CMake remembers options.
+export CC=cc CXX=c++
+"$work/venv/bin/pip" wheel -q --no-deps -w "$work" --config-settings=build-dir=build/wheel_cpu \
+  --config-settings=cmake.define.SCOPE_CUDA=OFF --config-settings=cmake.define.SCOPE_WERROR=ON .
+ls -l "$work"/scope_attn-*-py3-none-*.whl
+"$work/venv/bin/pip" install -q "$work"/scope_attn-*.whl
+unset SCOPE_LIBRARY PYTHONPATH
+cd "$work"
+python=venv/bin/python
+$python -c 'import scope_attn; assert [m.name for m in scope_attn.methods()][0] == "scope"'  # nothing but the package
+$python -m scope_attn.doctor
+# What libscope.so needs is what every Linux has.
+library=$($python -c 'from scope_attn import _c_api; print(_c_api.library().path)')
+if ldd "$library" | grep -v -e linux-vdso -e 'libm\.so' -e 'libc\.so' -e 'ld-linux' -e libpthread -e 'libdl\.so' -e 'librt\.so'; then
+  echo "libscope.so needs more than the C library"
+  exit 1
+fi
+$pytorch/bin/python - "$(echo venv/lib/python3*/site-packages)/pytorch.pth" <<'PATHS'
+import sys, sysconfig
+open(sys.argv[1], "w").write(sysconfig.get_paths()["purelib"] + "\n")
+PATHS
+exec $python -m pytest -q -p no:cacheprovider ../../tests/python_package
