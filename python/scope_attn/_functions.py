@@ -54,7 +54,7 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
     texts = [f"{name}={text_of(value)}" for name, value in settings.items()]
     tokens_first = token_major(layout)
     tokens = q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries
-    if hasattr(q, "data_ptr"):
+    if hasattr(q, "requires_grad"):
         from . import _torch
         return _torch.attention(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, tokens, stats)
     return run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, *tokens, stats)

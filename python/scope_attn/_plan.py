@@ -112,7 +112,7 @@ if hasattr(os, "register_at_fork"):
 
 def arrays_of(x: Any):
     """The module that knows arrays of x's kind."""
-    if hasattr(x, "data_ptr"):
+    if hasattr(x, "requires_grad"):
         from . import _torch
         return _torch
     if hasattr(x, "__array_interface__"):

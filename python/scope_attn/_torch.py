@@ -125,7 +125,9 @@ for _state in list(_plan.states.values()):  # made before this module was needed
     _state.ticket = ticket(_state.number)
 
 # Step, lengths and whether a state is filled are the host's to decide, so a call cannot be replayed by a graph that does not know.
-_tags = [getattr(torch.Tag, name) for name in ("needs_exact_strides", "cudagraph_unsafe") if hasattr(torch.Tag, name)]
+_tags = [getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)]
+if hasattr(torch.Tag, "cudagraph_unsafe"):
+    _tags.append(torch.Tag.cudagraph_unsafe)
 _library = torch.library.Library("scope_attn", "DEF")
 _rest = ("str method, str? model, str[] settings, int[]? rope, bool tokens_first, float scale, SymInt layer, SymInt step, SymInt steps, "
          "Tensor? q_lengths, Tensor? k_lengths, Tensor? valid_queries, Tensor? valid_keys, Tensor? keep, Tensor? dense_queries) -> Tensor")
