@@ -5,14 +5,12 @@
 The smallest of many batches counts, since other work on the machine only adds to them.
 """
 import argparse
-import sys
 import time
 
-sys.path.pop(0)  # this folder, whose cuda.py PyTorch would take for NVIDIA's module
-import numpy  # noqa: E402
+import numpy
 
-import scope_attn  # noqa: E402
-from scope_attn import _c_api  # noqa: E402
+import scope_attn
+from scope_attn import _c_api
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device", default="cpu")
