@@ -6,6 +6,10 @@
 
 namespace scope::test {
 
+// Whether heads of one chunk may have alphas of their own: a plan gives them to no device, where a profile makes chunks of
+// one.
+inline bool own_alphas() { return backend().can.host; }
+
 // Outputs, weights and scratch between canaries, poisoned before the call.
 struct SelectOutput {
   Guarded<int32_t> counts, top_p;

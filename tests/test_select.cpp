@@ -572,7 +572,7 @@ TEST(Select, ChunkOfHeadsEqualsHeadsAlone) {
       problem.tail_rows = problem.groups + 1;
       problem.args.proxy.rows = problems[0]->rows.data();
       problem.args.rule = Rule::target;
-      if (backend().can.profiles) problem.alpha = 0.03 * h;
+      if (own_alphas()) problem.alpha = 0.03 * h;
       heads.emplace_back().weighed = problem.args;
       kept.push_back(random_masks(random, problem, 0.3));
       tails.push_back(problem.tail(kept.back().data()));

@@ -243,7 +243,7 @@ TEST(SelectCodes, ChunkOfHeadsEqualsHeadsAlone) {
       Problem& problem = *problems.back();
       problem.args.proxy.rows = problems[0]->rows.data();
       problem.args.target = 0.3;
-      if (backend().can.profiles) problem.alpha = 0.05 * h;
+      if (own_alphas()) problem.alpha = 0.05 * h;
       heads.emplace_back().weighed = problem.args;
     }
     expect_chunk_equals_heads<SelectOutput>(heads, run_select);

@@ -145,7 +145,7 @@ TEST(TargetScope, DifferentialSingleKeys) {
     Sample sample(random, rule, random.between(1, 5), random.between(1, 9), n + 3, n, random.pick<int64_t>({16, 70}));
     const auto target = random.pick<double>({0.05, 0.1, 0.2, 0.5, 0.8});
     std::vector<double> alphas = {random.pick<double>({0, 0.02, 0.1, 0.3})};
-    if (backend().can.profiles && random.chance(0.5)) alphas = {0.3, 0.01, 0};
+    if (own_alphas() && random.chance(0.5)) alphas = {0.3, 0.01, 0};
     sample.set_target(target, alphas);
     const Selection ours(at.exec, sample, random.between(1, 5), at.poison);
     expect_shared(sample, ours, target);
@@ -209,7 +209,7 @@ TEST(TargetScope, WholeCodesAreTheNearestReachable) {
     for (const auto& head : sample.heads) head->args.similar = -1;
     const auto target = random.pick<double>({0.01, 0.05, 0.2, 0.5, 0.9, 1});
     std::vector<double> alphas = {random.pick<double>({0, 0.02, 0.1, 0.3})};
-    if (backend().can.profiles && random.chance(0.5)) alphas = {0.3, 0.01, 0};
+    if (own_alphas() && random.chance(0.5)) alphas = {0.3, 0.01, 0};
     sample.set_target(target, alphas);
     const Selection ours(at.exec, sample, random.between(1, 4), at.poison);
     expect_shared(sample, ours, target);

@@ -12,8 +12,8 @@ esac
 commit=$(git rev-parse HEAD)
 "$scope" ablate --suite paper --backend "$backend" --compute bf16 --commit "$commit" -o "bench/results/$name.json" "${@:3}"
 if [ "$backend" = cuda ]; then
-  "$scope" ablate --grid 21x45x80 --condition models/tiny-wan/held_out_720p.safetensors --variants scope,svg2,svg2:first_sample=0.1,sparge --density 0.2,0.1 --seeds 3 \
-    --backend cuda --commit "$commit" -o "bench/results/${name}_720p.json"
+  "$scope" ablate --suite paper --grid 21x45x80 --condition models/tiny-wan/held_out_720p.safetensors --seeds 3 --backend cuda --commit "$commit" \
+    -o "bench/results/${name}_720p.json"
 fi
 python3 bench/report.py
 echo "docs/video_report.md"

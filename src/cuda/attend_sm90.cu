@@ -191,8 +191,7 @@ __device__ void load(const AttendLaunch& at, Shared<C>& shared) {
     if (block == blocks) {
       barrier_wait(shared_address(&shared.tile_full[ring.slot]), ring.parity);
       const AttendTile tile = shared.tiles[ring.slot];
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.tile_empty[ring.slot]));
+      barrier_arrive(shared_address(&shared.tile_empty[ring.slot]));
       ring.next();
       if (tile.rows == 0) break;
       head = tile.head, extra_keys = tile.extra > 0;
@@ -392,10 +391,7 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
   Ring<kTiles> ring;
 
   const auto await_tile = [&] { barrier_wait(shared_address(&shared.tile_full[ring.slot]), ring.parity); };
-  const auto release_tile = [&](int slot) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.tile_empty[slot]));
-  };
+  const auto release_tile = [&](int slot) { barrier_arrive(shared_address(&shared.tile_empty[slot])); };
   // Queries for one warpgroup alone are shared: the warpgroups take blocks of keys in turn, and the first adds up.
   const auto is_split = [&](const AttendTile& tile) { return tile.rows <= 64; };
   const auto fetch_queries = [&](const AttendTile& tile) {
@@ -586,11 +582,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) attend_kernel(const __grid_con
   auto& shared = *reinterpret_cast<Shared<C>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kTiles; ++i) {
+      // Every thread arrives for what it wrote or read: it costs nothing here, and race checkers can follow it.
       barrier_init(shared_address(&shared.tile_full[i]), 1);
-      barrier_init(shared_address(&shared.tile_empty[i]), kLoaderWarps + 4 * C::kConsumers);
+      barrier_init(shared_address(&shared.tile_empty[i]), kLoaders + 128 * C::kConsumers);
     }
     for (int i = 0; i < C::kLists; ++i) {
-      // Every thread arrives for what it wrote or read: it costs nothing here, and race checkers can follow it.
       barrier_init(shared_address(&shared.list_full[i]), 32);
       barrier_init(shared_address(&shared.list_empty[i]), kLoaders);
     }

@@ -160,7 +160,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     result = accept("ablate", *small, "--seeds", 1, "--suite", "paper", "--no-control", "-o", f"{FOLDER}/c.json")
     data = json.load(open(f"{FOLDER}/c.json"))
     assert {x["variant"] for x in data["skipped"]} == {"sparge"} and "not run: sparge: target density: got 0.05" in result.stdout
-    assert [t["title"] for t in data["tables"]] == ["Key partitions", "Rules", "Proxy and tail", "Methods"]
+    assert [t["title"] for t in data["tables"]] == ["Key partitions", "Rules", "Where a density is met", "Proxy and tail", "Methods"]
     assert len(data["rows"]) == len({(r["variant"], r["target"]) for r in data["rows"]}), "each is run once"
     kinds = {(r["settings"]["rule"], r["settings"]["partition"], r["settings"]["proxy"], r["settings"]["tail"]) for r in data["rows"]}
     for wanted in (("top_p", "rope", "codes", "none"), ("hybrid", "rope", "codes", "none"), ("online", "even:1", "codes", "none"),
