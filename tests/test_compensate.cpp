@@ -1,6 +1,7 @@
 // SVG-EAR against float64: mean values and errors of clusters, the rule error_aware, and whole calls with centroids for
 // tail.
 #include <bit>
+#include <set>
 
 #include "call_support.h"
 #include "stages/compensate.h"
@@ -91,6 +92,11 @@ struct StageResult : Output {
   }
 };
 
+// By how much a cluster's error may be off: a logit that is off by `off` moves a term by as much of itself.
+double error_bound(const reference::ClusterErrors& want, size_t j, double off) {
+  return 1e-5 * want.error[j] + 2 * off * std::sqrt(want.error[j] * want.terms[j]) + off * off * want.terms[j];
+}
+
 void expect_errors(const Problem& problem, const StageResult& ours) {
   const auto sizes = problem.sizes();
   for (int64_t c = 0; c < problem.proxy.groups; ++c) {
@@ -103,10 +109,7 @@ void expect_errors(const Problem& problem, const StageResult& ours) {
         continue;
       }
       const double error = std::exp(static_cast<double>(got) + std::log(static_cast<double>(sizes[j])) - 2 * want.high);
-      // A logit that is off by `off` moves a term by as much of itself.
-      const double off = 0.6 * limits().score * (1 + std::abs(want.high));
-      const double most =
-          1e-5 * want.error[j] + 2 * off * std::sqrt(want.error[j] * want.terms[j]) + off * off * want.terms[j];
+      const double most = error_bound(want, j, 0.6 * limits().score * (1 + std::abs(want.high)));
       ASSERT_NEAR(error, want.error[j], most + 1e-300) << "group " << c << " cluster " << j << " of " << sizes[j];
     }
   }
@@ -339,6 +342,48 @@ Settings ear(std::initializer_list<std::pair<const char*, const char*>> set) {
   return settings;
 }
 
+// Whether the rule keeps these clusters for some errors within their bounds. A cluster of one key has no error but what
+// rounding leaves, which may be more or less than that of clusters far from the group: float64 does not say where it ranks.
+bool may_keep(const std::vector<int64_t>& kept, const std::vector<double>& scores, const std::vector<int64_t>& sizes,
+              const reference::ClusterErrors& errors, double p, double alpha) {
+  const auto has = [](const std::vector<int64_t>& clusters, size_t j) {
+    return std::binary_search(clusters.begin(), clusters.end(), static_cast<int64_t>(j));
+  };
+  const auto keys_of = [&](const std::vector<int64_t>& clusters) {
+    int64_t keys = 0;
+    for (const int64_t j : clusters) keys += sizes[static_cast<size_t>(j)];
+    return keys;
+  };
+  const auto guaranteed = reference::svg2_clusters(scores, sizes, -1, alpha);
+  const int64_t keys = keys_of(kept), budget = keys_of(reference::svg2_clusters(scores, sizes, p, 2 * alpha));
+  const double off = (0.6 * limits().score + limits().table) * (1 + std::abs(errors.high));
+  // Of one key.
+  const auto least = [&](size_t j) {
+    return (errors.error[j] - error_bound(errors, j, off)) / static_cast<double>(sizes[j]);
+  };
+  const auto most = [&](size_t j) {
+    return (errors.error[j] + error_bound(errors, j, off)) / static_cast<double>(sizes[j]);
+  };
+  double dropped = -kInfinity, last = kInfinity;  // no less, and no more, than the error of the last one kept
+  for (size_t j = 0; j < sizes.size(); ++j) {
+    if (sizes[j] == 0) continue;
+    if (has(guaranteed, j)) {
+      if (!has(kept, j)) return false;
+    } else if (has(kept, j)) {
+      last = std::min(last, most(j));
+    } else {
+      dropped = std::max(dropped, least(j));
+    }
+  }
+  if (keys < budget || dropped > last) return false;
+  if (last == kInfinity) return true;  // what is guaranteed and nothing else
+  for (size_t j = 0; j < sizes.size(); ++j) {
+    const bool added = has(kept, j) && !has(guaranteed, j);
+    if (added && least(j) <= last && keys - sizes[j] < budget) return true;
+  }
+  return false;
+}
+
 // Which clusters are kept follows from q, k, v and the clusters; the output is one softmax over their keys, the text, and a
 // pseudo-key for every other cluster.
 void expect_call(const Call& call, const Plan& plan, bool routed) {
@@ -397,15 +442,25 @@ void expect_call(const Call& call, const Plan& plan, bool routed) {
       const int32_t label = got.labels[static_cast<size_t>(head * in.q_tokens + i)];
       ASSERT_EQ(label < 0, i >= valid_q);
       const bool dense = i < valid_q && mask_bit(extra.dense_queries.data() + b * 5, i);
+      const uint32_t* mask = got.mask.data() + (head * groups + std::max(label, 0)) * words;
       std::vector<int64_t> kept;
       if (label >= 0 && !dense) {
+        std::set<int64_t> clusters;
+        for (size_t t = 0; t < rows.size(); ++t) {
+          if (mask_bit(mask, rows[t])) clusters.insert(labels[t]);
+        }
+        kept.assign(clusters.begin(), clusters.end());
         std::vector<double> scores(tables.begin() + label * codes, tables.begin() + (label + 1) * codes), errors;
         const auto found = reference::cluster_errors(proxy, v, label);
         for (size_t j = 0; j < sizes.size(); ++j) errors.push_back(std::log(found.error[j] / static_cast<double>(sizes[j])));
-        kept = routed ? reference::ear_clusters(scores, sizes, errors, plan.settings.rho, plan.settings.alpha)
-                      : reference::svg2_clusters(scores, sizes, plan.settings.rho, plan.settings.alpha);
+        const double p = plan.settings.rho, alpha = plan.settings.alpha;
+        auto want = routed ? reference::ear_clusters(scores, sizes, errors, p, alpha)
+                           : reference::svg2_clusters(scores, sizes, p, alpha);
+        std::erase_if(want, [&](int64_t j) { return sizes[static_cast<size_t>(j)] == 0; });
+        if (limits().exact_keys || !routed || !may_keep(kept, scores, sizes, found, p, alpha)) {
+          ASSERT_EQ(kept, want) << "head " << head << " query " << i;
+        }
       }
-      const uint32_t* mask = got.mask.data() + (head * groups + std::max(label, 0)) * words;
       double high = -kInfinity, total = 0;
       std::vector<double> logits, out(static_cast<size_t>(kDim));
       std::vector<std::vector<double>> seen;
