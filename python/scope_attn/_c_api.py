@@ -171,7 +171,7 @@ class LibScope:
         def call(*arguments):
             status = function(*arguments)
             if status:
-                raise ERRORS.get(status, ScopeRuntimeError)(status, self.last_error().decode())
+                raise ERRORS.get(status, ScopeRuntimeError)(status, self.last_error().decode(errors="backslashreplace"))
         return call
 
     def _rows(self, at, info):

@@ -2,6 +2,7 @@
 #include "pipeline/check_args.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <utility>
 
@@ -43,9 +44,39 @@ void check_rows(const char* name, const View& x, int64_t bytes) {
           x.head_stride, x.token_stride, elements);
 }
 
-void check_words(const char* name, const void* pointer) {
-  require(reinterpret_cast<uintptr_t>(pointer) % 4 == 0, Status::alignment, "{}: address {} is not a multiple of 4", name,
-          pointer);
+void check_aligned(const char* name, const void* pointer, uintptr_t bytes) {
+  require(reinterpret_cast<uintptr_t>(pointer) % bytes == 0, Status::alignment, "{}: address {} is not a multiple of {}",
+          name, pointer, bytes);
+}
+
+// An array of a call, besides its tensors.
+struct Part {
+  const char* name;
+  const void* pointer;
+  int64_t elements;
+  int64_t element_bytes = 4;
+};
+
+std::array<Part, 15> parts_of(const Plan& plan, const CallArgs& args) {
+  const Shape& shape = plan.shape;
+  const SelectionOut& s = args.selection;
+  const int64_t heads = shape.batch * shape.heads, rows = heads * plan.selection_groups;
+  const int64_t q_words = shape.batch * mask_words(shape.q_tokens), k_words = shape.batch * mask_words(shape.k_tokens);
+  return {{{"lse", args.lse, heads * shape.q_tokens},
+           {"q_lengths", args.q_lengths, shape.batch, 8},
+           {"k_lengths", args.k_lengths, shape.batch, 8},
+           {"valid_queries", args.valid_queries, q_words},
+           {"valid_keys", args.valid_keys, k_words},
+           {"keep", args.keep, k_words},
+           {"dense_queries", args.dense_queries, q_words},
+           {"selection.labels", s.labels, heads * shape.q_tokens},
+           {"selection.sizes", s.sizes, rows},
+           {"selection.counts", s.counts, rows},
+           {"selection.mask", s.mask, rows * mask_words(shape.k_tokens)},
+           {"selection.keep", s.keep, k_words},
+           {"selection.centroids", s.centroids, heads * plan.groups * shape.dim},
+           {"selection.codebooks", s.codebooks, heads * plan.codes * shape.dim},
+           {"selection.codes", s.codes, heads * plan.subspaces() * shape.k_tokens}}};
 }
 
 // What `out` must not touch: bytes that a call reads or writes besides it.
@@ -126,14 +157,18 @@ void check_args(const Plan& plan, const CallArgs& args, bool needs_v) {
     check_apart(args.out, "k", args.k);
     check_apart(args.out, "v", args.v);
     check_apart(args.out, "the workspace", args.workspace, args.workspace_bytes);
-    check_apart(args.out, "lse", args.lse, shape.batch * shape.heads * shape.q_tokens * 4);
+    for (const Part& part : parts_of(plan, args)) {
+      check_apart(args.out, part.name, part.pointer, part.elements * part.element_bytes);
+    }
     check_apart(args.out, "the report", args.report, plan.report_bytes);
     if (args.state != nullptr) check_apart(args.out, "the state", args.state->memory(), args.state->bytes());
   }
   require(std::isfinite(args.scale) && args.scale >= 0, Status::invalid_argument,
           "scale: got {}, expected a number above 0, or 0 for 1 / sqrt(dim)", args.scale);
-  require(reinterpret_cast<uintptr_t>(args.report) % 16 == 0, Status::alignment,
-          "report: address {} is not a multiple of 16", args.report);
+  check_aligned("report", args.report, 16);
+  for (const Part& part : parts_of(plan, args)) {
+    check_aligned(part.name, part.pointer, static_cast<uintptr_t>(part.element_bytes));
+  }
   const Capabilities& can = plan.backend->can;
   if (can.row_bytes > 0) {
     check_rows("q", args.q, can.row_bytes);
@@ -144,14 +179,6 @@ void check_args(const Plan& plan, const CallArgs& args, bool needs_v) {
     }
   }
   if (!can.host) {
-    check_words("lse", args.lse);
-    const SelectionOut& s = args.selection;
-    for (const void* pointer :
-         {static_cast<const void*>(s.labels), static_cast<const void*>(s.sizes), static_cast<const void*>(s.counts),
-          static_cast<const void*>(s.mask), static_cast<const void*>(s.keep), static_cast<const void*>(s.centroids),
-          static_cast<const void*>(s.codebooks), static_cast<const void*>(s.codes)}) {
-      check_words("selection", pointer);
-    }
     require(args.head_stats == nullptr, Status::invalid_argument,
             "head_stats: a call on a device cannot wait for them; read them after it");
   }
@@ -171,6 +198,9 @@ void check_selection(const Plan& plan, const CallArgs& args, const SelectedArgs&
   require(!plan.settings.dense, Status::invalid_argument, "plan: method dense has no selection");
   require(selected.labels != nullptr && selected.mask != nullptr, Status::invalid_argument,
           "selection: labels and mask are needed, got null");
+  check_aligned("selection.labels", selected.labels, 4);
+  check_aligned("selection.mask", selected.mask, 4);
+  check_aligned("selection.keep", selected.keep, 4);
   if (!plan.backend->can.host) return;  // what is in device memory cannot be refused: it is dropped, see ImportArgs
   const Shape& shape = plan.shape;
   const int64_t heads = shape.batch * shape.heads, words = mask_words(shape.k_tokens);

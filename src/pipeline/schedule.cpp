@@ -8,6 +8,8 @@
 namespace scope {
 
 Reason schedule(const Settings& settings, const Place& place) {
+  require(place.layer >= -1, Status::invalid_argument, "layer: got {}, expected 0 or more, or -1 for none", place.layer);
+  require(place.step >= -1, Status::invalid_argument, "step: got {}, expected 0 or more, or -1 for none", place.step);
   require(place.steps <= 1'000'000'000, Status::invalid_argument, "steps: got {}, expected at most 1000000000", place.steps);
   require(place.step < 0 || place.step < place.steps, Status::invalid_argument,
           "step: got {} of {} steps, expected 0..steps - 1", place.step, place.steps);
