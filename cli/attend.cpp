@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 
 #include <cstring>
-#include <filesystem>
 
 #include "common.h"
 #include "io/npy.h"
@@ -94,7 +93,7 @@ void run(const Options& options) {
   if (!settings.dense) runner.want_selection();
   if (!options.state.empty()) {
     runner.init_state();
-    if (std::filesystem::exists(options.state)) {
+    if (io::exists(options.state)) {
       const auto saved = io::read_file(options.state, runner.plan().state_bytes);
       try {
         runner.load_state(saved);

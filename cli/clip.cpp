@@ -49,8 +49,8 @@ void check_partners(const Clip& a, const Clip& b) {
 
 Clip open_clip(const std::string& path) {
   Clip clip{.path = path, .name = fs::path(path).lexically_normal().filename(), .frames = {}, .run = {}};
-  if (clip.name.empty() || clip.name == ".") clip.name = fs::weakly_canonical(path).parent_path().filename();
   std::error_code error;
+  if (clip.name.empty() || clip.name == ".") clip.name = fs::weakly_canonical(path, error).parent_path().filename();
   for (const auto& entry : fs::directory_iterator(path, error)) {
     if (entry.path().extension() == ".png") clip.frames.push_back(entry.path());
   }
@@ -60,7 +60,7 @@ Clip open_clip(const std::string& path) {
   std::sort(clip.frames.begin(), clip.frames.end(),
             [](const std::string& a, const std::string& b) { return a.size() != b.size() ? a.size() < b.size() : a < b; });
   const std::string run = path + "/run.json";
-  if (!fs::exists(run)) return clip;
+  if (!io::exists(run)) return clip;
   const auto bytes = io::read_file(run, kMostJson);
   const auto shallow = [&](int depth, nlohmann::ordered_json::parse_event_t, nlohmann::ordered_json&) {
     require(depth <= 16, Status::format, "{}: JSON nested deeper than 16 levels", run);

@@ -63,7 +63,9 @@ void describe(const InputFlags& flags, const std::string& model, const io::SafeT
   if (!input.grid.empty()) {
     int64_t tokens = flags.text;
     int64_t product = 1;
-    for (const int64_t n : parse_list("grid", input.grid, 'x')) {
+    const auto along = parse_list("grid", input.grid, 'x');
+    require(along.size() == 3, Status::invalid_argument, "grid: got {} numbers, expected TxHxW", along.size());
+    for (const int64_t n : along) {
       require(n <= qkv.q_tokens && product <= qkv.q_tokens, Status::shape, "grid: got {}, expected the {} tokens of q",
               input.grid, qkv.q_tokens);
       product *= n;
@@ -181,6 +183,8 @@ CallArgs Input::args() const {
 void Input::check_measurable(const char* flag) const {
   require(q_lengths.empty() && k_lengths.empty(), Status::invalid_argument,
           "{}: not on padded input (the file has q_lengths or k_lengths)", flag);
+  require(qkv.q_tokens > 0 && qkv.k_tokens > 0, Status::shape,
+          "{}: got {} queries and {} keys, expected at least one of each", flag, qkv.q_tokens, qkv.k_tokens);
 }
 
 }  // namespace scope::cli

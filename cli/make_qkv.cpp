@@ -25,6 +25,8 @@ void run(const Options& options) {
   require(grid.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW such as 13x30x52", options.grid);
   const SyntheticSpec spec{
       {grid[0], grid[1], grid[2]}, parse_list("--rope", options.rope, ','), options.heads, options.seed};
+  require(!options.output.ends_with(".npy"), Status::invalid_argument,
+          "--output: got {}, and a .npy file holds one array; expected .safetensors", options.output);
   Outputs outputs;
   outputs.writes("--output", options.output);
   ThreadPool pool(options.threads);

@@ -114,7 +114,11 @@ Settings MethodFlags::settings(const Surroundings& with, const std::string& targ
     }
   }
   Settings result = parse_method(method, model, set);
-  if (!target_density.empty()) set_setting(result, "target_density", target_density);
+  if (!target_density.empty()) {
+    set_setting(result, "target_density", target_density);
+    require(result.target_density > 0, Status::invalid_argument, "--target-density: got {}, expected a share in (0, 1]",
+            target_density);
+  }
   check_effects(method, model, set, result, with);
   return result;
 }

@@ -127,7 +127,7 @@ nlohmann::ordered_json cluster_json(const Context& context, const std::string& p
 // NAME=FOLDER, or the folder alone.
 Clip named_clip(const std::string& text) {
   const size_t equals = text.find('=');
-  if (equals == std::string::npos || std::filesystem::exists(text)) return open_clip(text);
+  if (equals == std::string::npos || io::exists(text)) return open_clip(text);
   Clip clip = open_clip(text.substr(equals + 1));
   clip.name = text.substr(0, equals);
   return clip;

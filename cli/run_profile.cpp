@@ -1,8 +1,5 @@
 // Measures the calls of a dense generation, and keeps the higher densities where there is a profile already.
 #include "run_profile.h"
-
-#include <filesystem>
-
 namespace scope::cli {
 
 RunProfile::RunProfile(std::string path, const std::string& samples, const Settings& settings,
@@ -15,7 +12,7 @@ RunProfile::RunProfile(std::string path, const std::string& samples, const Setti
           "--profile-out: densities are those of a dense run; give --method dense");
   require(config.text_tokens == 0, Status::unsupported,
           "--profile-out: this model has text in its self-attention, which a profile does not measure");
-  if (!std::filesystem::exists(path_)) return;
+  if (!io::exists(path_)) return;
   profile_ = read_profile(path_);
   check_profile(profile_, heads_, config.layers, 0);
   require(profile_.steps == steps, Status::shape, "profile: {} is of {} steps, the run has {}", path_, profile_.steps,

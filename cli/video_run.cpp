@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -17,7 +18,7 @@ namespace scope::cli {
 namespace fs = std::filesystem;
 
 std::string find_model_folder(const std::string& name) {
-  if (name.find('/') != std::string::npos || fs::exists(name + "/config.json")) return name;
+  if (name.find('/') != std::string::npos || io::exists(name + "/config.json")) return name;
   std::vector<std::string> places;
   // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing here changes the environment
   if (const char* set = std::getenv("SCOPE_MODELS"); set != nullptr) places.emplace_back(set);
@@ -27,7 +28,7 @@ std::string find_model_folder(const std::string& name) {
   places.emplace_back(SCOPE_SOURCE_MODELS);
   for (const std::string& place : places) {
     std::string folder = fmt::format("{}/{}", place, name);
-    if (fs::exists(folder + "/config.json")) return folder;
+    if (io::exists(folder + "/config.json")) return folder;
   }
   fail(Status::io, "--model: there is no \"{}\" in {}", name, fmt::join(places, ", "));
 }
@@ -38,6 +39,8 @@ std::vector<float> take_floats(const std::string& path, const io::SafeTensors& f
   require(found != file.tensors.end(), Status::format, "{}: there is no tensor \"{}\"", path, name);
   std::vector<int64_t> got = found->second.shape;
   std::vector<float> values = io::with_path(path + ": " + name, [&] { return video::to_f32(found->second); });
+  require(std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); }), Status::non_finite,
+          "{}: {} holds NaN or Inf", path, name);
   if (got.size() == shape.size() + 1) {
     require(pick < got[0], Status::shape, "{}: {} holds {} samples, --example asks for {} (from 0)", path, name, got[0],
             pick);

@@ -137,6 +137,8 @@ std::string join(std::span<const int64_t> numbers, std::string_view separator) {
   return out;
 }
 
+bool exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0; }
+
 std::string printable(std::string_view text, size_t limit) {
   std::string out(text.substr(0, limit));
   for (char& c : out) {

@@ -51,6 +51,10 @@ std::vector<std::byte> read_file(const std::string& path, int64_t max_bytes);
 // The folder is not synced: after a power cut `path` holds either the old or the new file, whole.
 void write_file(const std::string& path, std::span<const std::span<const std::byte>> parts);
 
+// Whether anything stands at a path, links followed. What cannot be looked up (a loop, a name that is too long) does not:
+// who opens it says why.
+bool exists(const std::string& path);
+
 // "2, 3, 4". Not fmt::join, on which g++ 12 at -O3 warns falsely.
 std::string join(std::span<const int64_t> numbers, std::string_view separator = ", ");
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
 namespace scope::video {
@@ -54,7 +53,7 @@ Notes parse_notes(std::string_view text) {
 
 Notes read_notes(const std::string& folder) {
   const std::string path = folder + "/scope.json";
-  if (!std::filesystem::exists(path)) return {};
+  if (!io::exists(path)) return {};
   return io::with_path(path, [&] {
     const auto bytes = io::read_file(path, 1 << 16);
     return parse_notes({reinterpret_cast<const char*>(bytes.data()), bytes.size()});

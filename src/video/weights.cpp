@@ -2,7 +2,6 @@
 #include "video/weights.h"
 
 #include <cstring>
-#include <filesystem>
 #include <set>
 
 #include "core/numeric.h"
@@ -69,7 +68,7 @@ LoadedTensors load_tensors(const std::string& folder, const TensorList& list, En
   const std::string index_path = folder + "/" + kIndex;
   std::set<std::string> files = {kWeights};
   std::map<std::string, std::string> index;
-  if (!std::filesystem::exists(folder + "/" + kWeights) && std::filesystem::exists(index_path)) {
+  if (!io::exists(folder + "/" + kWeights) && io::exists(index_path)) {
     index = io::with_path(index_path, [&] { return parse_index(read_text(index_path)); });
     files.clear();
     for (const auto& item : index) files.insert(item.second);
