@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <map>
 #include <set>
 
@@ -143,6 +144,8 @@ class Ablation {
         notes_(video::read_notes(folder_)),
         config_(video::read_model_config(folder_)),
         context_(options.machine.context()) {
+    require(options.first_seed <= std::numeric_limits<int64_t>::max() - options.seeds, Status::invalid_argument,
+            "--first-seed: got {}, and {} seeds from there on go past 2^63 - 1", options.first_seed, options.seeds);
     steps_ = options.steps == 0 ? notes_.steps : options.steps;
     require(notes_.rgb, Status::unsupported, "--model: videos are compared as frames, and {} gives latents", options.model);
     takes_f32_ = finest_dtype(context_) == DType::f32;
@@ -152,9 +155,11 @@ class Ablation {
       require(n <= config_.rope_max, Status::shape, "--grid: got {}, this model takes up to {} tokens along an axis",
               io::join(grid_, "x"), config_.rope_max);
     }
+    require(grid_[0] > 1, Status::shape, "--grid: got {}, one frame, which is given to the model; expected at least two",
+            io::join(grid_, "x"));
     size_ = video::latent_size(config_, grid_);
     inputs_ = options;
-    if (inputs_.condition.empty() && fs::exists(folder_ + "/held_out.safetensors")) {
+    if (inputs_.condition.empty() && io::exists(folder_ + "/held_out.safetensors")) {
       inputs_.condition = folder_ + "/held_out.safetensors";
     }
     make_rows();
@@ -168,6 +173,9 @@ class Ablation {
   // `done` is called after each seed.
   void run(const std::function<void()>& done) {
     find_clips();
+    for (int64_t seed = 0; seed < std::min(options_.seeds, std::ssize(clips_)); ++seed) {  // refused before any work
+      make_request(seed, parse_method("dense", ""));
+    }
     const auto engine = make_engine(context_, compute_);
     const auto model = video::open_model(folder_, *engine);
     std::unique_ptr<video::Engine> other_engine;
@@ -186,9 +194,9 @@ class Ablation {
     for (int64_t seed = 0; seed < options_.seeds; ++seed) {  // counted from the first
       const Video dense = make_video(*model, seed, "dense", parse_method("dense", ""));
       if (seed == 0 && runs > 1) {
-        fmt::print(stderr, "{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n",
-                   isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", runs, dense.sample.seconds,
-                   duration(dense.sample.seconds * static_cast<double>(runs)));
+        tell("{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n",
+             isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", runs, dense.sample.seconds,
+             duration(dense.sample.seconds * static_cast<double>(runs)));
       }
       dense_.push_back(compare(dense, dense));
       for (Row& row : rows_) {
@@ -200,7 +208,7 @@ class Ablation {
       std::erase_if(rows_, [](const Row& row) { return row.left_out; });
       done();
       if (isatty(STDERR_FILENO) == 0 && options_.seeds > 1) {  // where there is no progress bar
-        fmt::print(stderr, "seed {} of {} done\n", seed + 1, options_.seeds);
+        tell("seed {} of {} done\n", seed + 1, options_.seeds);
       }
     }
     progress_.reset();
@@ -429,6 +437,10 @@ class Ablation {
   void find_clips() {
     const std::vector<std::string> images =
         options_.images.empty() ? std::vector<std::string>{""} : split(options_.images, ',');
+    for (const std::string& image : images) {
+      require(options_.images.empty() || !image.empty(), Status::invalid_argument,
+              "--image: got \"{}\", expected names of files separated by commas", options_.images);
+    }
     int64_t samples = 1;
     if (notes_.prompts || options_.images.empty()) {
       const std::string path = inputs_.condition.empty() ? folder_ + "/examples.safetensors" : inputs_.condition;

@@ -430,8 +430,8 @@ void Progress::step(const std::string& note) {
   constexpr int64_t kWidth = 30;
   const int64_t filled = kWidth * done_ / std::max<int64_t>(total_, 1);
   const double left = (now_seconds() - start_) / static_cast<double>(done_) * static_cast<double>(total_ - done_);
-  fmt::print(stderr, "\r\x1b[K{} [{}{}] {}/{} {:.0f} s left  {}", what_, std::string(static_cast<size_t>(filled), '#'),
-             std::string(static_cast<size_t>(kWidth - filled), '.'), done_, total_, left, note);
+  tell("\r\x1b[K{} [{}{}] {}/{} {:.0f} s left  {}", what_, std::string(static_cast<size_t>(filled), '#'),
+       std::string(static_cast<size_t>(kWidth - filled), '.'), done_, total_, left, note);
   std::fflush(stderr);
 }
 

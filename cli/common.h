@@ -1,8 +1,11 @@
 // What the commands share: q, k, v from files, one call with its buffers, tables, progress, exit codes.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <cstdio>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -166,6 +169,12 @@ struct MachineFlags {
 };
 // f32 where the backend takes it.
 DType finest_dtype(const Context& context);
+
+// On stderr. What cannot be told there (it may be closed, or a full disk) is no reason to lose a result.
+template <class... Args>
+void tell(fmt::format_string<Args...> format, Args&&... args) {
+  std::fputs(fmt::format(format, std::forward<Args>(args)...).c_str(), stderr);
+}
 
 // A line on stderr that is redrawn in place, only when stderr is a terminal.
 class Progress {

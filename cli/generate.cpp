@@ -98,13 +98,16 @@ void write_mp4(const std::string& folder, int64_t width) {
   const std::string scale = fmt::format("scale=iw*{}:ih*{}:flags=neighbor", zoom, zoom);
   const char* arguments[] = {"ffmpeg",       "-nostdin", "-loglevel",   "error",    "-framerate", "8",          "-i",
                              frames.c_str(), "-vf",      scale.c_str(), "-pix_fmt", "yuv420p",    clip.c_str(), nullptr};
-  // Interrupts are blocked here, for the thread that takes them, and must end ffmpeg.
-  sigset_t none;
+  // Interrupts are blocked here, for the thread that takes them, and must end ffmpeg; so must a broken pipe.
+  sigset_t none, ignored_here;
   sigemptyset(&none);
+  sigemptyset(&ignored_here);
+  for (const int number : {SIGPIPE, SIGXFSZ}) sigaddset(&ignored_here, number);
   posix_spawnattr_t attributes;
   posix_spawnattr_init(&attributes);
   posix_spawnattr_setsigmask(&attributes, &none);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
+  posix_spawnattr_setsigdefault(&attributes, &ignored_here);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
   pid_t child = 0;
   const int failed = posix_spawnp(&child, "ffmpeg", nullptr, &attributes, const_cast<char* const*>(arguments), environ);
   posix_spawnattr_destroy(&attributes);
@@ -115,7 +118,7 @@ void write_mp4(const std::string& folder, int64_t width) {
   if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
     std::error_code ignored;
     fs::remove(clip, ignored);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 127) fmt::print(stderr, "scope: ffmpeg failed; there is no clip.mp4\n");
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 127) tell("scope: ffmpeg failed; there is no clip.mp4\n");
   }
 }
 

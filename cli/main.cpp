@@ -1,4 +1,5 @@
 // The scope command: parses, runs one subcommand, turns errors and interrupts into a message and an exit code.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
@@ -6,6 +7,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <new>
+#include <sstream>
 #include <system_error>
 #include <thread>
 
@@ -14,9 +16,18 @@
 
 namespace {
 
+// A stream that is closed must not become the number of a file that we open: what is printed would go into a result.
+void hold_closed_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(stream, F_GETFD) < 0) static_cast<void>(open("/dev/null", O_RDONLY));  // where writing fails, as it should
+  }
+}
+
 // Interrupts go to a thread of their own, so that they end a call of minutes at once and files can be removed without the
 // restrictions of a signal handler. A signal that the parent ignores (nohup, a job in the background) stays ignored.
+// A pipe that nobody reads and a file that grows past its limit are errors of the write, after which we tidy up.
 void take_interrupts() {
+  for (const int number : {SIGPIPE, SIGXFSZ}) static_cast<void>(signal(number, SIG_IGN));
   sigset_t signals;
   sigemptyset(&signals);
   for (const int number : {SIGHUP, SIGINT, SIGTERM}) {
@@ -30,7 +41,7 @@ void take_interrupts() {
     while (sigwait(&signals, &number) != 0) {
     }
     scope::io::abandon_temporaries();
-    fmt::print(stderr, "{}scope: interrupted\n", isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "");
+    scope::cli::tell("{}scope: interrupted\n", isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "");
     _exit(128 + number);
   }).detach();
 }
@@ -56,6 +67,41 @@ int exit_code(scope::Status status) {
     default:
       return 1;
   }
+}
+
+// A reader that has seen enough, such as head, is no error to tell of.
+int stdout_failed(int error) {
+  if (error == EPIPE) return 128 + SIGPIPE;
+  scope::cli::tell("scope: cannot write to standard output: {}\n", std::generic_category().message(error));
+  return exit_code(scope::Status::io);
+}
+
+// What an error quotes came from files and arguments: without control characters, and no longer than a screen.
+std::string shown(std::string text) {
+  for (char& c : text) {
+    if ((c >= 0 && c < ' ' && c != '\n') || c == '\x7f') c = '?';
+  }
+  constexpr size_t kEnds = 1000;
+  if (text.size() > 2 * kEnds) text = text.substr(0, kEnds) + " ... " + text.substr(text.size() - kEnds);
+  return text;
+}
+
+int parse_error(const CLI::App& app, const CLI::ParseError& error) {
+  std::ostringstream out, err;
+  const bool fine = app.exit(error, out, err) == 0;  // --help and --version
+  fmt::print("{}", out.str());
+  scope::cli::tell("{}", shown(err.str()));
+  return fine ? 0 : 2;
+}
+
+void check_command(const CLI::App& app, int argc, char** argv) {
+  if (argc < 2 || argv[1][0] == '-') return;
+  std::string names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (command->get_name() == argv[1]) return;
+    names.append(names.empty() ? "" : ", ").append(command->get_name());
+  }
+  scope::fail(scope::Status::invalid_argument, "there is no command \"{}\"; there are {}", argv[1], names);
 }
 
 int run(int argc, char** argv) {
@@ -94,19 +140,26 @@ int run(int argc, char** argv) {
   }
   try {
     take_interrupts();
-    app.parse(argc, argv);
+    check_command(app, argc, argv);
+    try {
+      app.parse(argc, argv);
+    } catch (const CLI::ParseError& error) {
+      return parse_error(app, error);
+    }
     return 0;
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
   } catch (const scope::Error& error) {
-    fmt::print(stderr, "scope: {}\n", error.what());
+    scope::cli::tell("scope: {}\n", shown(error.what()));
     return exit_code(error.status());
   } catch (const std::bad_alloc&) {
-    fmt::print(stderr, "scope: out of memory\n");
+    scope::cli::tell("scope: out of memory\n");
     return 5;
+  } catch (const std::system_error& error) {
+    if (std::ferror(stdout) != 0) return stdout_failed(error.code().value());
+    scope::cli::tell("scope: {}\n", shown(error.what()));
+    return 1;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "scope: {}\n", error.what());
-    return std::ferror(stdout) != 0 ? exit_code(scope::Status::io) : 1;
+    scope::cli::tell("scope: {}\n", shown(error.what()));
+    return 1;
   }
 }
 
@@ -115,9 +168,9 @@ int run(int argc, char** argv) {
 // Describing the options can fail only for lack of memory, before anything was done.
 // NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
+  hold_closed_streams();
   const int code = run(argc, argv);
   // What is printed may be lost as late as here: on a full disk, say.
   if (code != 0 || (std::fflush(stdout) == 0 && std::ferror(stdout) == 0)) return code;
-  fmt::print(stderr, "scope: cannot write to standard output: {}\n", std::generic_category().message(errno));
-  return exit_code(scope::Status::io);
+  return stdout_failed(errno);
 }

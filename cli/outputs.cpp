@@ -36,8 +36,18 @@ std::string find_foreign(const std::string& folder) {
 
 std::string canonical(const std::string& path) {
   std::error_code error;
-  const fs::path found = fs::weakly_canonical(fs::absolute(path), error);
+  fs::path found = fs::absolute(path, error);
+  if (!error) found = fs::weakly_canonical(found, error);
   return error ? path : found.string();
+}
+
+// What a link leads to, which is written in its place.
+std::string through_link(const std::string& flag, const std::string& path) {
+  std::error_code error;
+  if (!fs::is_symlink(path, error)) return path;
+  const fs::path found = fs::canonical(path, error);
+  require(!error, Status::io, "{}: cannot write {}: {}", flag, path, error.message());
+  return found;
 }
 
 bool lies_in(const std::string& path, const std::string& folder) { return path.starts_with(folder + "/"); }
@@ -111,17 +121,18 @@ void Outputs::reads_model(const std::string& folder) {
 void Outputs::writes(const std::string& flag, const std::string& path) {
   if (path.empty()) return;
   check_file(flag, path);
-  add({.flag = flag, .given = path, .path = path, .kind = Kind::file});
-  check_writable(flag, path, io::Temporary::Kind::file);
+  const std::string target = through_link(flag, path);
+  add({.flag = flag, .given = path, .path = target, .kind = Kind::file});
+  check_writable(flag, target, io::Temporary::Kind::file);
 }
 
 void Outputs::writes_into(const std::string& flag, const std::string& folder, const std::string& name) {
   const std::string path = folder + "/" + name;
   check_file(flag, path);
   add({.flag = flag, .given = path, .path = path, .kind = Kind::file});
-  fs::path there = fs::absolute(folder);
   std::error_code error;
-  while (!fs::exists(there, error) && there.has_relative_path()) there = there.parent_path();
+  fs::path there = fs::absolute(folder, error);
+  while (!fs::exists(fs::symlink_status(there, error)) && there.has_relative_path()) there = there.parent_path();
   check_writable(flag, there / name, io::Temporary::Kind::file);
 }
 
@@ -132,10 +143,7 @@ void Outputs::writes_run(const std::string& flag, const std::string& folder) {
   const fs::path name = fs::path(path).filename();
   require(!name.empty() && name != "." && name != "..", Status::invalid_argument,
           "{}: got {}, expected the name of a folder to make or replace", flag, folder);
-  if (fs::is_symlink(path, error)) {
-    path = fs::canonical(path, error);
-    require(!error, Status::io, "{}: cannot write {}: {}", flag, folder, error.message());
-  }
+  path = through_link(flag, path);
   if (fs::exists(path, error)) {
     require(fs::is_directory(path), Status::invalid_argument, "{}: {} exists and is no folder; it is left alone", flag,
             folder);
@@ -172,8 +180,7 @@ void Outputs::keep_unfinished(const std::string& path, const nlohmann::ordered_j
   const auto lock = io::hold_interrupts();  // so that no empty file stays
   if (unfinished_.empty()) {
     unfinished_ = io::make_beside(path, "unfinished", false);
-    fmt::print(stderr, "{}what is done is kept in {} until all is\n", isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "",
-               unfinished_);
+    tell("{}what is done is kept in {} until all is\n", isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", unfinished_);
   }
   write_json(unfinished_, json);
 }
@@ -182,20 +189,15 @@ void Outputs::place() {
   const auto lock = io::hold_interrupts();
   for (Entry& entry : entries_) {
     if (entry.temporary == nullptr) continue;
-    const std::string now = io::identity(entry.path), other = entry.temporary->name() + ".other";
-    bool keep = !now.empty() && now != entry.identity;
-    if (entry.kind == Kind::run) {
-      entry.temporary->place();
-      keep = keep || (!now.empty() && !find_foreign(entry.temporary->name()).empty());
-      if (keep) entry.temporary->release();
-      if (keep) fs::rename(entry.temporary->name(), other);
-    } else {
-      std::error_code error;
-      if (keep) fs::create_hard_link(entry.path, other, error);
-      if (error) fs::rename(entry.path, other);
-      entry.temporary->place();
-    }
-    if (keep) fmt::print(stderr, "scope: {} was changed by others meanwhile; theirs is kept as {}\n", entry.given, other);
+    entry.temporary->place();
+    const std::string& old = entry.temporary->name();  // what was there
+    const std::string identity = io::identity(old), other = old + ".other";
+    if (identity.empty()) continue;
+    const bool changed = identity != entry.identity || (entry.kind == Kind::run && !find_foreign(old).empty());
+    if (!changed) continue;
+    entry.temporary->release();
+    fs::rename(old, other);
+    tell("scope: {} was changed by others meanwhile; theirs is kept as {}\n", entry.given, other);
   }
   for (const auto& parent : parents_) parent->release();
   std::error_code ignored;

@@ -31,7 +31,7 @@ class Outputs {
  private:
   enum class Kind { input, file, run };
   struct Entry {
-    std::string flag, given, path;  // given: by the user; path: the same, but of a run's folder what a link leads to
+    std::string flag, given, path;  // given: by the user; path: the same, or what a link there leads to
     Kind kind;
     std::string identity = {}, canonical = {};  // when it was declared
     std::unique_ptr<io::Temporary> temporary = nullptr;

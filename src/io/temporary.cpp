@@ -102,23 +102,36 @@ void Temporary::place() {
     require(done, Status::io, "cannot rename the written temporary to {}: {}", path_,
             std::generic_category().message(error));
   };
-  if (kind_ == Kind::folder) {
-    if (::renameat2(AT_FDCWD, name_.c_str(), AT_FDCWD, path_.c_str(), RENAME_EXCHANGE) == 0) return;
-    struct stat info {};
-    if (errno != ENOENT && ::lstat(path_.c_str(), &info) == 0) {
-      const std::string old = name_ + ".old";
-      check(renamed(path_, old));
-      if (!renamed(name_, path_)) {
-        const int error = errno;
+  if (kind_ == Kind::parent) return release();
+  const auto rename_with = [&](unsigned flags) {
+    return ::renameat2(AT_FDCWD, name_.c_str(), AT_FDCWD, path_.c_str(), flags) == 0;
+  };
+  struct stat info {};
+  const bool there = ::lstat(path_.c_str(), &info) == 0;
+  errno = EISDIR;
+  check(kind_ == Kind::folder || !there || !S_ISDIR(info.st_mode));
+  do {  // somebody may put something there, or take it away, between the two
+    if (rename_with(RENAME_EXCHANGE)) return;
+    if (errno == ENOENT && rename_with(RENAME_NOREPLACE)) return release();
+  } while (errno == EEXIST);
+  if (::lstat(path_.c_str(), &info) == 0) {
+    const std::string old = name_ + ".old";
+    const bool linked = kind_ == Kind::file && ::link(path_.c_str(), old.c_str()) == 0;
+    check(linked || renamed(path_, old));
+    if (!renamed(name_, path_)) {
+      const int error = errno;
+      if (linked) {
+        ::unlink(old.c_str());
+      } else {
         renamed(old, path_);
-        errno = error;
-        check(false);
       }
-      check(renamed(old, name_));
-      return;
+      errno = error;
+      check(false);
     }
+    check(renamed(old, name_));
+    return;
   }
-  if (kind_ != Kind::parent) check(renamed(name_, path_));
+  check(renamed(name_, path_));
   release();
 }
 

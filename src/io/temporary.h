@@ -27,9 +27,9 @@ class Temporary {
   Temporary& operator=(const Temporary&) = delete;
 
   const std::string& name() const { return name_; }
-  // Now at `path`. A file replaces the one there. A folder changes places with what is there (RENAME_EXCHANGE), so that one
-  // of both is there at every moment, and the old one is under name() and goes with this object. A file system without that
-  // takes two renames: a process that is killed between them leaves the old one whole as name() + ".old".
+  // Now at `path`. It changes places with what is there (RENAME_EXCHANGE), so that one of both is there at every moment, and
+  // the old one is under name() and goes with this object, whoever wrote it. On a file system without that, a folder takes
+  // two renames: a process that is killed between them leaves the old one whole as name() + ".old".
   void place();
   // Whatever is under name() stays.
   void release();
