@@ -68,7 +68,7 @@ TEST(Settings, RefusesValuesOutsideTheirRange) {
   for (const auto& [name, value] : cases) {
     Settings settings;
     const std::string before = get_setting(settings, name);
-    const std::string said = refusal([&] { set_setting(settings, name, value); });
+    const std::string said = refusal([&, key = name, text = value] { set_setting(settings, key, text); });
     EXPECT_NE(said, "accepted") << name << "=" << value;
     EXPECT_NE(said.find(name), std::string::npos) << said;
     EXPECT_NE(said.find("expected"), std::string::npos) << said;
