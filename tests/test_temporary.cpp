@@ -39,6 +39,10 @@ class Temporaries : public ::testing::Test {
 };
 
 void write(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
+std::string read(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
 
 TEST_F(Temporaries, GoUnlessTheyArePlaced) {
   {
@@ -109,6 +113,21 @@ TEST_F(Temporaries, AReleasedOneStays) {
   EXPECT_TRUE(fs::exists(folder.name() + "/old")) << "what was there took our name";
   folder.release();
   EXPECT_FALSE(in_temporary(folder.name()));
+}
+
+TEST_F(Temporaries, AReplacedFileIsThereUntilItIsLookedAt) {
+  write(path("a"), "old");
+  {
+    Temporary file(path("a"), Kind::file);
+    write(file.name(), "new");
+    const std::string theirs = path("b");
+    write(theirs, "theirs");
+    fs::rename(theirs, path("a"));  // by another process, at the last moment
+    file.place();
+    EXPECT_EQ(read(file.name()), "theirs");
+    EXPECT_EQ(read(path("a")), "new");
+  }
+  EXPECT_EQ(names(), (std::set<std::string>{"a"}));
 }
 
 TEST_F(Temporaries, AFileDoesNotReplaceAFolder) {
