@@ -423,7 +423,7 @@ SURROUNDINGS = {
     "no environment": environment(), "models in a file": environment(SCOPE_MODELS="HERE/text.txt"), "models in a loop": environment(SCOPE_MODELS="HERE/loop_a"), "models nowhere": environment(SCOPE_MODELS=LONG),
     "models here": environment(SCOPE_MODELS="HERE"), "ffmpeg that fails": environment(PATH="HERE/bin_fails"), "ffmpeg that dies": environment(PATH="HERE/bin_dies"), "ffmpeg that is a folder": environment(PATH="HERE/bin_folder"),
     "ffmpeg that does nothing": environment(PATH="HERE/bin_nothing"), "another locale": environment(LC_ALL="tr_TR.UTF-8", LANG="de_DE.UTF-8"),
-    "files of 1 KiB": limited(resource.RLIMIT_FSIZE, 1024), "no files": limited(resource.RLIMIT_FSIZE, 0), "four files": limited(resource.RLIMIT_NOFILE, 4),
+    "files of 1 KiB": limited(resource.RLIMIT_FSIZE, 1024), "no files": limited(resource.RLIMIT_FSIZE, 0), "eight files": limited(resource.RLIMIT_NOFILE, 8),
     "closed stdout": closed(1), "closed stderr": closed(2), "closed streams": closed(0, 1, 2), "full stdout": full("stdout"), "full stderr": full("stderr"), "broken stdout": broken_pipe("stdout"),
     "broken stderr": broken_pipe("stderr"), "removed folder": in_removed_folder, "SIGINT at once": signalled(signal.SIGINT, 0), "SIGTERM after 20 ms": signalled(signal.SIGTERM, 0.02),
     "SIGHUP after 0.1 s": signalled(signal.SIGHUP, 0.1),
@@ -436,7 +436,7 @@ for limit in ("files of 1 KiB", "no files"):
     refuse(3, says, "report", "clip", "-o", "r.html", within=limit)
     refuse(3, says, "evaluate", "clip", "other", "--json", "e.json", "--plot", "e.svg", within=limit)
     refuse(3, says, "inspect", "good.safetensors", "--samples", 2, "--repeat", 1, "-o", "look", within=limit)
-accept("density", *base, makes=OUT, within="four files")
+accept("density", *base, makes=OUT, within="eight files")
 for streams in ("closed stdout", "full stdout"):
     refuse(3, "", *base, makes=(OUT,), within=streams, check=is_finite)
     refuse(3, "", "methods", within=streams)
