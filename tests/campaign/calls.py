@@ -198,16 +198,16 @@ class Calls:
             wrong = channels.copy()
             wrong[31] = value
             self.make_plan(f"a set with channel {value}", SHAPE, "channel", **{**good, "subspace_channels": wrong.ctypes.data})
-        for what, handles, says in (("context", (None, self.plan.method), "context"), ("method", (self.plan.context, None), "method")):
+        for what, handles, says in (("context", (None, self.plan.method.handle), "context"), ("method", (self.plan.context.handle, None), "method")):
             self.expect(f"scope_plan_create, {what} null", INVALID, says, lambda handles=handles: self.lib.plan_create(*handles, self.plan.shape, c.c_void_p()))
-        self.expect("scope_plan_create, shape null", INVALID, "shape", lambda: self.lib.plan_create(self.plan.context, self.plan.method, None, c.c_void_p()))
-        self.expect("scope_plan_create, plan null", INVALID, "plan", lambda: self.lib.plan_create(self.plan.context, self.plan.method, self.plan.shape, None))
+        self.expect("scope_plan_create, shape null", INVALID, "shape", lambda: self.lib.plan_create(self.plan.context.handle, self.plan.method.handle, None, c.c_void_p()))
+        self.expect("scope_plan_create, plan null", INVALID, "plan", lambda: self.lib.plan_create(self.plan.context.handle, self.plan.method.handle, self.plan.shape, None))
         self.expect("scope_plan_get_info, info null", INVALID, "info", lambda: self.lib.plan_get_info(self.plan.handle, None))
         self.expect("scope_plan_reason, both null", 0, "", lambda: self.lib.plan_reason(self.plan.handle, 0, 0, 1, None, None))
         self.expect("scope_plan_reason, step 1 of 1", INVALID, "step", lambda: self.lib.plan_reason(self.plan.handle, 0, 1, 1, None, None))
 
     def tables(self):
-        method, text = self.plan.method, c.create_string_buffer(b"keep", 64)
+        method, text = self.plan.method.handle, c.create_string_buffer(b"keep", 64)
         for name, value, says in ((b"rho", b"nan", "rho"), (b"rho", b"", "rho"), (b"", b"1", "setting"), (b"rho\n", b"1", "setting"), (b"\xff\xfe", b"1", "setting"), (b"rho", b"\xff", "rho"),
                                   (b"rho", b"9" * 100000, "rho"), (None, b"1", "name"), (b"rho", None, "value"), (b"groups", b"-1", "groups"), (b"profile", b"/dev/zero", "")):
             self.expect(f"scope_method_set, {name} {str(value)[:20]}", IO if value == b"/dev/zero" else INVALID, says, lambda name=name, value=value: self.lib.method_set(method, name, value))
