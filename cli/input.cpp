@@ -79,7 +79,11 @@ void describe(const InputFlags& flags, const std::string& model, const io::SafeT
   const std::string subspaces = flag_or_metadata(flags.subspaces, file, "subspaces");
   std::string rope = flag_or_metadata(flags.rope, file, "rope");
   if (rope.empty() && !model.empty()) rope = fmt::format("{}", fmt::join(find_model(model).rope, ","));
-  if (!rope.empty()) qkv.rope = parse_list("rope", rope, ',');
+  if (!rope.empty()) {
+    qkv.rope = parse_list("rope", rope, ',');
+    require(qkv.rope.size() == 3, Status::invalid_argument,
+            "rope: got \"{}\", expected T,H,W; any other channel sets are --subspaces", rope);
+  }
   if (!subspaces.empty()) qkv.subspaces = parse_subspaces(subspaces);
 }
 

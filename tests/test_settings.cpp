@@ -121,6 +121,16 @@ TEST(Settings, EveryRowOfEveryChoiceHasItsName) {
   expect_round_trips("tail", tail_rows());
 }
 
+TEST(Settings, DenseTakesNoTail) {
+  for (const TailRow& tail : tail_rows()) {
+    Settings settings = find_method("dense").settings();
+    const std::string said = refusal([&] { set_setting(settings, "tail", tail.name); });
+    EXPECT_EQ(said, tail.choice == Tail::none ? "accepted"
+                                              : fmt::format("tail: got {}, and method dense drops no keys", tail.name));
+    EXPECT_EQ(settings.tail, Tail::none);
+  }
+}
+
 TEST(Settings, AutoCountsFollowTheSequence) {
   const Settings settings;
   EXPECT_EQ(effective_groups(settings, 75600), 300);

@@ -192,8 +192,9 @@ TEST(TailMean, EveryMethodTakesIt) {
   const Inputs in(1, 1, 260, 260, 64, 7);
   for (const Method& row : methods_table()) {
     SCOPED_TRACE(row.name);
+    if (row.settings().dense) continue;
     Settings settings = method(row.name, {{"tail", "mean"}});
-    if (settings.dense || !tested_has(settings)) continue;
+    if (!tested_has(settings)) continue;
     set_setting(settings, "target_density", "0.5");
     Shape shape = in.shape();
     shape.rope = {24, 20, 20};

@@ -524,6 +524,7 @@ TEST(VideoOnCpu, ConfigsThatAreWrongOrContradictTheWeights) {
   with("\"added_kv_proj_dim\": 24", "\"added_kv_proj_dim\": null", "attn2.add_k_proj");
   with("\"out_channels\": 4", "\"out_channels\": 40", "in_channels: got 9");
   with("\"ffn_dim\": 20", "\"ffn_dim\": 20, \"window\": 3", "'window': unknown key");
+  with("\"ffn_dim\": 20", "\"ffn_dim\": 20, \"ffn_dim\": 20", "key \"ffn_dim\" appears twice");
   with("WanTransformer3DModel", "WanVACETransformer3DModel",
        "_class_name: got \"WanVACETransformer3DModel\", expected \"WanTransformer3DModel\"");
   with("rms_norm_across_heads", "rms_norm", "qk_norm");
@@ -555,7 +556,7 @@ TEST(VideoOnCpu, NoteFiles) {
   EXPECT_FALSE(parse_notes(R"({"prompts": false})").prompts);
   for (const char* bad : {"", "[]", R"({"latent": "vae"})", R"({"shift": 0})", R"({"shift": "3"})", R"({"grid": [1, 2]})",
                           R"({"grid": [1, 2, 0]})", R"({"grid": [1, 2, -3]})", R"({"grid": [1, 2, 3.5]})", R"({"steps": 0})",
-                          R"({"steps": 2.5})", R"({"prompts": 0})", R"({"other": 1})"}) {
+                          R"({"steps": 2.5})", R"({"prompts": 0})", R"({"other": 1})", R"({"steps": 25, "steps": 25})"}) {
     EXPECT_THROW(parse_notes(bad), Error) << bad;
   }
   EXPECT_TRUE(read_notes(kBundled).rgb);

@@ -215,7 +215,12 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.similarity = cosine("similarity", t); },
        [](const Settings& s) { return fmt::format("{}", s.similarity); }},
       {"tail", "attend", names(tail_rows()), "what stands for the keys that a group drops. " + help_of(tail_rows()),
-       [](Settings& s, std::string_view t) { s.tail = choice("tail", t, tail_rows()); },
+       [](Settings& s, std::string_view t) {
+         const Tail tail = choice("tail", t, tail_rows());
+         require(!s.dense || tail == Tail::none, Status::invalid_argument, "tail: got {}, and method dense drops no keys",
+                 t);
+         s.tail = tail;
+       },
        [](const Settings& s) { return std::string(row(s.tail).name); }},
       {"tail_weight", "attend", "[0, 1]", "how much of the dropped keys' share goes to their mean (tail = mean)",
        [](Settings& s, std::string_view t) { s.tail_weight = share("tail_weight", t, true, "a share in [0, 1]"); },

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <set>
 
 #include "io/file.h"
 
@@ -24,12 +25,19 @@ int64_t number(const char* name, const json& value, int64_t low, int64_t high) {
 
 std::string shown(const json& value) { return io::printable(value.dump(-1, ' ', true, json::error_handler_t::replace), 60); }
 
-// What nests deeply would exhaust the stack of whoever walks it.
+// What nests deeply would exhaust the stack of whoever walks it, and of two values of one key the last would win unseen.
 json parse_json(std::string_view text) {
+  std::vector<std::set<std::string>> keys;  // of the objects that are open
   return json::parse(
       text,
-      [](int depth, json::parse_event_t, json&) {
+      [&](int depth, json::parse_event_t event, json& value) {
         require(depth <= 8, Status::format, "JSON nested deeper than 8 levels");
+        if (event == json::parse_event_t::object_start) keys.emplace_back();
+        if (event == json::parse_event_t::object_end) keys.pop_back();
+        if (event == json::parse_event_t::key) {
+          require(keys.back().insert(value.get<std::string>()).second, Status::format, "key {} appears twice in one object",
+                  shown(value));
+        }
         return true;
       },
       false);

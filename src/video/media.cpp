@@ -5,6 +5,8 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "video/fields.h"
+
 namespace scope::video {
 
 namespace {
@@ -20,7 +22,7 @@ int64_t channel_of(int64_t colour, int64_t y, int64_t x) { return 4 * colour + 2
 }  // namespace
 
 Notes parse_notes(std::string_view text) {
-  const json all = json::parse(text, nullptr, false);
+  const json all = parse_json(text);
   require(all.is_object(), Status::format, "not a JSON object");
   Notes notes;
   for (const auto& item : all.items()) {

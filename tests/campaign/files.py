@@ -223,10 +223,10 @@ def models(repository):
                          "eps_text": {"eps": "1e-6"}, "text_dim_0": {"text_dim": 0}, "qk_norm": {"qk_norm": "layer_norm"}, "class": {"_class_name": "FluxTransformer2DModel"},
                          "in_channels": {"in_channels": 3}, "freq_odd": {"freq_dim": 15}, "null": {"ffn_dim": None}, "seq_0": {"rope_max_seq_len": 0}, "true": {"num_layers": True}}.items():
         variant(f"config_{name}", "config.json", {**config, **change})
-    for name, text in {"list": "[]", "empty": "", "cut": json.dumps(config)[:-5], "not_utf8": b'{"_class_name": "\xff"}', "deep": 9999 * '{"a":' + "1" + 9999 * "}", "1e999": json.dumps({**config, "eps": 0}).replace('"eps": 0', '"eps": 1e999'), "folder": None}.items():
+    for name, text in {"list": "[]", "empty": "", "cut": json.dumps(config)[:-5], "not_utf8": b'{"_class_name": "\xff"}', "deep": 9999 * '{"a":' + "1" + 9999 * "}", "twice": json.dumps(config)[:-1] + ', "num_layers": 1}', "1e999": json.dumps({**config, "eps": 0}).replace('"eps": 0', '"eps": 1e999'), "folder": None}.items():
         variant(f"config_{name}", "config.json", text)
     os.mkdir("config_folder/config.json")
-    for name, text in {"list": "[]", "unknown": {"speed": "fast"}, "latent": {"latent": "vae"}, "shift_0": {"shift": 0}, "shift_text": {"shift": "3"}, "shift_1e999": '{"shift": 1e999}', "grid_two": {"grid": [3, 4]},
+    for name, text in {"list": "[]", "unknown": {"speed": "fast"}, "latent": {"latent": "vae"}, "shift_0": {"shift": 0}, "shift_text": {"shift": "3"}, "shift_1e999": '{"shift": 1e999}', "twice": '{"shift": 3, "shift": 5}', "grid_two": {"grid": [3, 4]},
                        "grid_minus": {"grid": [-3, 4, 5]}, "grid_huge": {"grid": [1 << 40, 1 << 40, 1]}, "steps_0": {"steps": 0}, "steps_half": {"steps": 2.5}, "prompts": {"prompts": "no"}, "rgb": {"latent": "rgb"}}.items():
         variant(f"scope_{name}", "scope.json", text)
     weights = index["weight_map"]

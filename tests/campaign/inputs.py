@@ -74,13 +74,13 @@ for name, says in (("length_2_63", "header"), ("length_max", "header"), ("length
                    ("shape_true", "shape"), ("extra_key", "strides"), ("no_shape", "shape"), ("meta_number", "metadata"), ("meta_list", "metadata")):
     refuse(3, [f"{name}.safetensors", says], "attend", f"{name}.safetensors", "-o", OUT)
 for name, status, says in (("grid_zero", 2, "grid"), ("grid_unicode", 2, "grid"), ("grid_negative", 2, "grid"), ("grid_power", 3, "grid"), ("grid_long", 2, "TxHxW"), ("grid_escape", 2, "grid"), ("rope_negative", 2, "rope"),
-                           ("rope_zero", 2, "rope"), ("rope_huge", 3, "rope"), ("sets_object", 2, "subspaces"), ("sets_empty", 2, "subspaces"), ("sets_inner", 3, "subspace"),
+                           ("rope_zero", 2, "rope"), ("rope_huge", 3, "rope"), ("rope_two", 2, "T,H,W"), ("sets_object", 2, "subspaces"), ("sets_empty", 2, "subspaces"), ("sets_inner", 3, "subspace"),
                            ("sets_float", 2, "subspaces"), ("sets_huge", 2, "subspaces"), ("sets_negative", 2, "subspaces"), ("sets_deep", 2, "subspaces"), ("sets_1e400", 2, "subspaces"), ("no_heads", 3, "heads: got 0"), ("no_dim", 3, "dim: got 0"), ("nul_name", 3, "overlap"), ("wide", 3, "256"),
                            ("rank_1", 3, "q: got"), ("rank_5", 3, "q: got"), ("no_batch", 3, "batch: got 0"), ("doubles", 3, "f64"), ("large", 3, "q: "), ("half_inf", 3, "k: "), ("bf16_nan", 3, "q: NaN"),
                            ("q_lengths_negative", 3, "q_lengths"), ("k_lengths_min", 3, "k_lengths"), ("q_lengths_i32", 3, "q_lengths"), ("q_lengths_two", 3, "q_lengths"), ("k_lengths_scalar", 3, "k_lengths"),
                            ("keep_i32", 3, "keep"), ("dense_short", 3, "dense_queries")):
     refuse(status, says, "attend", f"{name}.safetensors", "-o", OUT)
-for name, check in (("one_token", is_finite), ("zeros", is_finite), ("tiny", is_finite), ("largest", is_finite), ("no_valid", is_zero), ("rope_two", is_finite), ("rope_odd", is_finite),
+for name, check in (("one_token", is_finite), ("zeros", is_finite), ("tiny", is_finite), ("largest", is_finite), ("no_valid", is_zero), ("rope_odd", is_finite),
                     ("keep_past_end", is_finite), ("unknown_tensor", is_finite), ("no_keys", is_zero), ("no_tokens", None)):
     accept("density", "attend", f"{name}.safetensors", "-o", OUT, makes=OUT, check=check)
 accept("sparse", "attend", "v_nan.safetensors", "-o", OUT, makes=OUT)
@@ -173,10 +173,10 @@ run = ("generate", "--steps", 1, "--grid", "1x2x2", "--condition", "prompt.safet
 for name, says in (("heads_0", "num_attention_heads"), ("heads_minus", "num_attention_heads"), ("heads_huge", "num_attention_heads"), ("heads_text", "num_attention_heads"), ("heads_float", "num_attention_heads"),
                    ("dim_odd", "attention_head_dim"), ("layers_0", "num_layers"), ("layers_huge", "num_layers"), ("patch_0", "patch_size"), ("patch_two", "patch_size"), ("patch_minus", "patch_size"), ("eps_minus", "eps"),
                    ("eps_text", "eps"), ("text_dim_0", "text_dim"), ("qk_norm", "qk_norm"), ("class", "FluxTransformer2DModel"), ("in_channels", "in_channels"), ("freq_odd", "[24, 15]"), ("null", "ffn_dim"),
-                   ("seq_0", "rope_max_seq_len"), ("true", "num_layers"), ("list", "object"), ("empty", "config.json"), ("cut", "config.json"), ("not_utf8", "config.json"), ("deep", "nested"), ("1e999", "config.json"),
+                   ("seq_0", "rope_max_seq_len"), ("true", "num_layers"), ("list", "object"), ("empty", "config.json"), ("cut", "config.json"), ("not_utf8", "config.json"), ("deep", "nested"), ("twice", "appears twice"), ("1e999", "config.json"),
                    ("folder", "config.json")):
     refuse(3, says, *run, "--model", f"./config_{name}")
-for name, says in (("list", "object"), ("unknown", "speed"), ("latent", "latent"), ("shift_0", "shift"), ("shift_text", "shift"), ("shift_1e999", "scope.json"), ("grid_two", "grid"), ("grid_minus", "grid"), ("grid_huge", "grid"),
+for name, says in (("list", "object"), ("unknown", "speed"), ("latent", "latent"), ("shift_0", "shift"), ("shift_text", "shift"), ("shift_1e999", "scope.json"), ("twice", "appears twice"), ("grid_two", "grid"), ("grid_minus", "grid"), ("grid_huge", "grid"),
                    ("steps_0", "steps"), ("steps_half", "steps"), ("prompts", "prompts"), ("rgb", "rgb")):
     refuse(3, says, *run, "--model", f"./scope_{name}")
 for name, says in (("passwd", "etc/passwd"), ("absolute", "etc/passwd"), ("missing", "elsewhere"), ("number", "weight_map"), ("other", "tensor"), ("fewer", "tensor"), ("list", "weight_map"), ("empty", ""),
@@ -275,6 +275,8 @@ accept("", *base, "--set", "partition=even:32", makes=OUT, check=is_finite)
 refuse(2, "subspaces: ", *base, "--subspaces", "[[0,1]")
 refuse(2, "subspaces: ", *base, "--subspaces", LONG)
 refuse(2, "rope: got", *base, "--rope", "12,10,10,0")
+for rope in ("32", "16,16", "8,8,8,8"):
+    refuse(2, "expected T,H,W", *base, "--rope", rope)
 refuse(2, "rope", *base, "--rope", "12;10;10")
 for grid in ("0x1x1", "1x1", "x", "axbxc", "1x1x9223372036854775808", "\uff11x1x1", "1x1x1 "):
     refuse(2, "grid", "make-qkv", "--grid", grid, "-o", OUT)
