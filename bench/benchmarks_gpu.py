@@ -221,7 +221,7 @@ def compare(libscope, name, tensors, rope, densities, options, text=0, long=True
                          ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
             if density == densities[0]:
                 variants += [("scope, target, portable", "scope", {"rule": "target", "kernel": "portable"}),
-                             ("scope, target, 100 MiB workspace", "scope", {"rule": "target", "workspace_limit": 100})]
+                             ("scope, target, 100 MiB workspace", "scope", {"rule": "target", "target_scope": "head", "workspace_limit": 100})]
         else:
             variants += [("scope-exact, rule=target", "scope-exact", {"rule": "target"})]
         for label, method, settings in variants:
@@ -238,6 +238,7 @@ def compare(libscope, name, tensors, rope, densities, options, text=0, long=True
             ms = median_ms(scope.call, options.repeat)
             stages, measured, total = scope.stages()
             row(label, ms, measured, stages, total, {**pads, "settings": settings, "method": label if methods else method, "mass_recall": recall, "error": error,
+                                                     "target_scope": scope.plan.setting("target_scope"),
                                                      "total_density": total, "first_ms": first_ms,
                                                      "workspace_bytes": scope.plan.info.workspace_bytes,
                                                      "groups": scope.plan.info.groups, "codes": scope.plan.info.codes})

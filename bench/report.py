@@ -56,7 +56,8 @@ def suite_table(case):
 def settings_line(case, counts=True):
     r = row(case, "warm")
     s = r["settings"]
-    keep = ("rule", "alpha", "proxy", "partition", "iterations", "first_iterations", "first_sample", "seed")
+    s.setdefault("target_scope", "head")  # what there was before the setting
+    keep = ("rule", "target_scope", "alpha", "proxy", "partition", "iterations", "first_iterations", "first_sample", "seed")
     sizes = f"groups {r['groups']}, codes {r['codes']}, density {s['density']}, " if counts else ""
     return (f"Settings: {sizes}" + ", ".join(f"{k} {s[k]}" for k in keep) +
             f"; medians of {case['repeat']} interleaved runs; {case['dtype']} inputs, {r['arithmetic']} arithmetic in attend.\n")
@@ -195,6 +196,10 @@ def gpu_table(case):
     return "\n".join(lines)
 
 
+def gpu_scopes(cases):
+    return video_report.scopes([{"variant": r["method"], "settings": r} for case in cases for r in case["rows"] if "method" in r])
+
+
 def gpu_methods(name, data):
     """The methods side by side, each solved for the density inside the call."""
     text = []
@@ -213,7 +218,7 @@ def gpu_methods(name, data):
         text.append("")
     text.append("Each method's *selection*, at its own settings ([methods.md](methods.md)) with `target_density`, on our attend in bf16: the time of `svg2` or `sparge` here is "
                 "not that of their authors' programs, which [stand below](#the-rivals-own-kernels). `sparge`'s groups of 64 queries leave a kernel made for tiles of 192 at two thirds of its speed. Single calls have no schedule, so "
-                "no dense steps or layers enter. Codes are per subspace, and `scope-exact` has none. "
+                "no dense steps or layers enter. " + gpu_scopes(data["methods"]) + " Codes are per subspace, and `scope-exact` has none. "
                 "Of the 50 iterations of a first call all but the last two see a tenth of the tokens, at least 8 a cluster, in `scope`, `scope-exact` and where a row "
                 "says `first_sample=0.1`; all tokens in `scope-paper` and `svg2`, as published.\n")
     text.append(gpu_source(name, data))
@@ -247,7 +252,7 @@ def gpu_benchmarks(name, data):
         sparse = next(r for r in case["rows"] if "settings" in r)
         text += [f"## {case['name']}: {gpu_case(case)}\n", gpu_table(case), "",
                  f"Settings: groups {sparse['groups']}, codes 3 × {sparse['codes']}, partition rope {case['rope']}, iterations 2, first_iterations 50, "
-                 f"first_sample 0.1, alpha 0.1 (lowered to half of the density), {data['dtype']}; workspace {sparse['workspace_bytes'] / 2**20:.0f} MiB. "
+                 f"first_sample 0.1, alpha 0.1 (lowered to half of the density), target_scope {sparse.get('target_scope', 'head')}, {data['dtype']}; workspace {sparse['workspace_bytes'] / 2**20:.0f} MiB. "
                  f"Groups padded to whole tiles would do {sparse['padding_64']:.2f} times the useful work at 64 rows and {sparse['padding_128']:.2f} at 128.\n"]
     text.append(gpu_source(name, data))
     text += gpu_methods("h200_methods.json", load("h200_methods.json")) + gpu_rivals("h200_rivals.json", load("h200_rivals.json"))
@@ -275,7 +280,7 @@ def gpu_when_it_pays(name, data):
 
     return "\n".join([
         "\n# On a GPU\n", f"Whole warm calls over PyTorch's cuDNN attention on the same tensors, {cases[0]['heads']} heads × tokens × 128, bf16, "
-        "`rule=target`, synthetic q, k, v, groups and codes `auto`; bold means at least 5 % faster.\n", "## The method's codes\n",
+        f"`rule=target`, synthetic q, k, v, groups and codes `auto`; bold means at least 5 % faster. {gpu_scopes(cases)}\n", "## The method's codes\n",
         table("scope, rule=target"), "\n## The exact proxy\n", table("scope-exact, rule=target"), "", gpu_source(name, data)])
 
 

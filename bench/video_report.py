@@ -22,17 +22,31 @@ def source(name, data):
             f"clip{'s' if data['clips'] > 1 else ''}.\n")
 
 
+def scopes(rows):
+    """Where these rows met their density, by their own settings; before there was a choice, in each head."""
+    met = {}
+    for r in rows:
+        if "target_scope" not in r["variant"]:
+            met.setdefault(r["settings"].get("target_scope", "head"), {})[f"`{r['variant'].split(':')[0]}`"] = None
+    words = {"head": "in each head (`target_scope=head`)", "sample": "by the mean of a call's heads (`target_scope=sample`)"}
+    if len(met) == 1:
+        return f"Densities are met {words[next(iter(met))]}."
+    return "Densities are met " + ", ".join(f"{words[scope]} in {', '.join(names)}" for scope, names in sorted(met.items())) + "."
+
+
 def readme(data, large):
     """PSNR against dense of whole videos at density 0.2, on the short grid and at 720p."""
     lines = ["| whole videos of the bundled model at density 0.20, against dense | PSNR, 8 clips of 13×20×32 | SSIM | PSNR, one clip of 21×45×80 |",
              "|---|---|---|---|"]
+    shown = []
     for variant in ("sparge", "svg2", "scope", "scope-paper", "scope-exact:tail=first_order", "scope-exact:tail=mean"):
         short, long = row(data, variant, 0.2), row(large, variant, 0.2)
         if short is None:
             continue
+        shown.append(short)
         lines.append(f"| `{variant}` | {statistics.mean(short['psnr']):.1f} dB | {statistics.mean(short['ssim']):.3f} | "
                      + (f"{statistics.mean(long['psnr']):.1f} dB |" if long else " |"))
-    return "\n".join(lines) + ("\n\nThe first 20 % of the steps and layer 0 are dense for every method, `sparge` included, whose authors have no dense steps or layers; rows are selections on our kernel. "
+    return "\n".join(lines) + (f"\n\n{scopes(shown)} The first 20 % of the steps and layer 0 are dense for every method, `sparge` included, whose authors have no dense steps or layers; rows are selections on our kernel. "
                               "On short clips `scope` takes fewer groups than `svg2`'s 300, `scope-paper` as many; what that means, and every ablation: "
                               "[docs/video_report.md](docs/video_report.md).\n\n")
 
@@ -82,6 +96,7 @@ def small_print(data):
             "; ".join((f"{share:g} of the tokens, at least 8 a cluster" if share < 1 else "all tokens") + (f" ({n} iterations)" if n != "50" else "") +
                       ": " + ", ".join(f"`{v}`" for v in names) for (share, n), names in sorted(first.items())) + "."] if first else []
     text += list(reuse)
+    text.append(scopes(rows)[:-1] + (", unless a row says otherwise." if any("target_scope" in r["variant"] for r in rows) else "."))
     if any(r["variant"].startswith("svg2") for r in rows):
         text.append(f"The dense prefix is {100 * float(rows[0]['settings']['dense_steps']):g} % of the steps for every method; SVG2's authors take 35 % for Wan2.1 I2V at 720p.")
     return " ".join(text) + "\n"

@@ -36,20 +36,15 @@ struct Table {
   std::string title, variants, points;
 };
 
-// The ablations of the paper, which meet a density by the mean of the heads and let these differ, and the methods side by
-// side.
+// The ablations of the paper, which meet a density by the mean of the heads and let these differ, as the rows of SCOPE do,
+// and the methods side by side.
 const Table kPaper[] = {
     {"Key partitions",
-     "scope-paper:target_scope=sample,scope-paper:target_scope=sample+partition=even:1,"
-     "scope-paper:target_scope=sample+partition=even:2,scope-paper:target_scope=sample+partition=random:3,"
-     "scope-paper:target_scope=sample+partition=even:4,scope-paper:target_scope=sample+partition=even:8",
+     "scope-paper,scope-paper:partition=even:1,scope-paper:partition=even:2,scope-paper:partition=random:3,"
+     "scope-paper:partition=even:4,scope-paper:partition=even:8",
      "0.1,0.2"},
-    {"Rules",
-     "scope-paper:target_scope=sample,scope-paper:target_scope=sample+rule=hybrid,"
-     "scope-paper:target_scope=sample+rule=top_p",
-     "0.1,0.2"},
-    {"Where a density is met",
-     "scope-paper:target_scope=head,scope-paper:target_scope=sample,scope:target_scope=head,scope:target_scope=sample",
+    {"Rules", "scope-paper,scope-paper:rule=hybrid,scope-paper:rule=top_p", "0.1,0.2"},
+    {"Where a density is met", "scope-paper:target_scope=head,scope-paper,scope:target_scope=head,scope",
      "0.05,0.1,0.2,0.4"},
     {"Proxy and tail",
      "scope,scope-paper,scope-exact,scope:tail=first_order,scope-exact:tail=first_order,scope:tail=mean,"
@@ -643,7 +638,7 @@ void add_ablate(CLI::App& app) {
       "A control shows what rounding does to a video: dense again in the other type (CPU) or by the other kernel (GPU).\n\n"
       "  scope ablate --variants scope,scope:partition=even:8,svg2 --density 0.1,0.2 -o result.json\n"
       "  scope ablate --suite paper --backend cuda -o result.json --plot psnr.svg\n"
-      "  scope ablate --suite paper --set target_scope=sample    # heads differ, their mean meets the density\n"
+      "  scope ablate --variants scope,svg2 --set target_scope=head    # every head meets the density by itself\n"
       "  scope ablate --variants scope,scope:rule=top_p --rho 0.8,0.9\n"
       "  scope ablate --grid 21x45x80 --condition 720p.safetensors --seeds 3 --backend cuda");
   CLI::Option* variants =

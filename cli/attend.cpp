@@ -180,10 +180,10 @@ void add_attend(CLI::App& app) {
   command->add_option("-o,--output", options->output, "file to write: .safetensors, or .npy for the output alone")
       ->required();
   options->method.add(*command);
-  command->add_option(
-      "--target-density", options->target_density,
-      "share of keys that each head keeps (target_scope=sample: their mean), under any method: solved in the call, within "
-      "0.005 or the nearest");
+  command->add_option("--target-density", options->target_density,
+                      "share of keys that heads keep on average (target_scope=head: each of them), under any method: solved "
+                      "in the call, within "
+                      "0.005 or the nearest");
   command->add_option("--layer", options->layer, "this call's layer, for the schedule")->check(whole(0, kMostLayers));
   command->add_option("--step", options->step, "this call's denoising step, for the schedule")->check(whole(0, kMostSteps));
   command->add_option("--steps", options->steps, "how many denoising steps there are")->check(whole(1, kMostSteps));

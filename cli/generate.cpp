@@ -313,8 +313,9 @@ void add_generate(CLI::App& app) {
       "--known", options->known,
       "take rho, schedule, profile bounds and reuse of a known model (see `scope methods`) for the method, or "
       "none; otherwise those of the only one whose layers, heads and RoPE config.json has");
-  command->add_option("--target-density", options->target_density,
-                      "share of keys that sparse calls keep: each head, or with target_scope=sample their mean");
+  command->add_option(
+      "--target-density", options->target_density,
+      "share of keys that sparse calls keep: the mean of their heads, or with target_scope=head each of them");
   command->add_option("--steps", options->steps, "Euler steps; otherwise the model's, or 20")
       ->check(whole(1, kMostSamplerSteps));
   CLI::Option* seed = command->add_option("--seed", options->seed, "names the noise; the same for every method")

@@ -62,6 +62,10 @@ TEST(Settings, RefusesValuesOutsideTheirRange) {
                                                        {"target_density", "0"},
                                                        {"target_density", "1.1"},
                                                        {"target_scope", "batch"},
+                                                       {"tail_weight", "-0.1"},
+                                                       {"tail_weight", "1.1"},
+                                                       {"tail_weight", "nan"},
+                                                       {"workspace_limit", "0"},
                                                        {"similarity", "1.5"},
                                                        {"similarity", "nan"},
                                                        {"rule", "blocks"}};
@@ -118,6 +122,7 @@ TEST(Settings, EveryRowOfEveryChoiceHasItsName) {
   expect_round_trips("encode", encoding_rows());
   expect_round_trips("proxy", proxy_rows());
   expect_round_trips("rule", rule_rows());
+  expect_round_trips("target_scope", target_scope_rows());
   expect_round_trips("tail", tail_rows());
 }
 
@@ -266,13 +271,15 @@ TEST(Methods, RowsAreWhatTheyWere) {
       {"scope", ""},
       {"scope-paper", "groups=300 codes=333 first_sample=1"},
       {"scope-exact", "proxy=exact"},
-      {"svg2", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=clusters"},
-      {"svg2-ear", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware tail=centroids"},
+      {"svg2", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=clusters target_scope=head"},
+      {"svg2-ear",
+       "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware target_scope=head tail=centroids"},
       {"svoo",
        "group=cocluster groups=256 encode=cocluster partition=even:1 codes=1024 first_iterations=2 first_sample=1 "
-       "rule=clusters profile_low=0.15 profile_high=0.2 reuse_start=11 reuse_interval=40 reuse_steps=50"},
-      {"sparge", "group=blocks encode=blocks partition=even:1 rule=blocks_topk density=0.5"},
-      {"sparge-cdf", "group=blocks encode=blocks partition=even:1 rule=blocks_cdf rho=0.98 similarity=0.6"},
+       "rule=clusters profile_low=0.15 profile_high=0.2 target_scope=head reuse_start=11 reuse_interval=40 reuse_steps=50"},
+      {"sparge", "group=blocks encode=blocks partition=even:1 rule=blocks_topk density=0.5 target_scope=head"},
+      {"sparge-cdf",
+       "group=blocks encode=blocks partition=even:1 rule=blocks_cdf rho=0.98 target_scope=head similarity=0.6"},
       {"dense", ""}};
   ASSERT_EQ(methods_table().size(), kRows.size());
   for (const Method& method : methods_table()) {

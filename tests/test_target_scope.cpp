@@ -447,8 +447,11 @@ TEST(TargetScope, StatesAreTheSameInBothScopes) {
   for (const char* interval : {"1", "3"}) {
     for (const char* name : {"scope", "svg2"}) {
       SCOPED_TRACE(fmt::format("{}, reuse_interval {}", name, interval));
-      const Settings settings = method(
-          name, {{"partition", "even:1"}, {"dense_steps", "0"}, {"reuse_interval", interval}, {"target_density", "0.3"}});
+      const Settings settings = method(name, {{"partition", "even:1"},
+                                              {"dense_steps", "0"},
+                                              {"reuse_interval", interval},
+                                              {"target_density", "0.3"},
+                                              {"target_scope", "head"}});
       const Plan plan(context, settings, in.shape()), together(context, of_sample(settings), in.shape());
       OwnState state(plan), other(together);
       for (int64_t step = 0; step < 3; ++step) {
@@ -462,6 +465,19 @@ TEST(TargetScope, StatesAreTheSameInBothScopes) {
         EXPECT_FALSE(ours.counts == alone.counts);
       }
     }
+  }
+}
+
+TEST(TargetScope, OneHeadIsTheSameInBothScopes) {
+  const Context context = tested_context();
+  const Inputs in = unlike_heads(2, 1, 300, 40, 32);
+  for (const Settings& settings : solving_methods()) {
+    SCOPED_TRACE(fmt::format("{}, rule {}", settings.method->name, row(settings.rule).name));
+    Settings of_head = settings;
+    of_head.target_scope = TargetScope::head;
+    const Plan plan(context, of_head, in.shape()), together(context, of_sample(settings), in.shape());
+    EXPECT_EQ(together.workspace_bytes, plan.workspace_bytes);
+    EXPECT_TRUE(same_bits(run(together, in), run(plan, in)));
   }
 }
 
@@ -503,6 +519,20 @@ TEST(TargetScopeOnDevice, ChunksHaveTheSameBits) {
     EXPECT_LT(least->chunk, 7);
     EXPECT_TRUE(same_bits(run(*least, in), expected)) << "chunks of " << least->chunk;
   }
+}
+
+// Nobody who sets no limit is refused for what the heads wait with.
+TEST(TargetScopeOnDevice, AnAutomaticLimitHoldsWhatTheHeadsWaitWith) {
+  const Context context = tested_context();
+  Settings settings = of_sample(method("scope", {{"partition", "even:3"}, {"rule", "target"}}));
+  Shape shape{
+      .heads = 40, .q_tokens = 75600, .k_tokens = 75600, .dim = 128, .dtype = DType::bf16, .rope = {}, .subspaces = {}};
+  EXPECT_LE(Plan(context, settings, shape).workspace_bytes, 400'000'000);
+  shape.q_tokens = shape.k_tokens = 151200;
+  const Plan plan(context, settings, shape);
+  EXPECT_GE(plan.chunk, 10);
+  settings.workspace_limit = 400;
+  EXPECT_EQ(status_of([&] { Plan(context, settings, shape); }), Status::invalid_argument);
 }
 
 // A profile's shares keep their proportions: they are scaled only where their mean passes half of the target.

@@ -25,7 +25,8 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
 
     rope: the channels along T, H and W, in that order, as the video model rotates them.
     method, model: rows of methods() and models(); a model brings its rho and schedule.
-    target_density: the share of keys that each head is to keep, whatever the method's rule.
+    target_density: the share of keys to keep, whatever the method's rule: on average over the heads of each sample, or with
+        target_scope="head" in each of them (the defaults of the methods differ: settings()).
     state: warm starts; one State per layer and CFG branch.
     layer, step, steps: where the call stands in a generation, for the schedule of dense layers and steps; -1: none.
     scale: of q k; 0: 1 / sqrt(dim).

@@ -265,12 +265,14 @@ std::vector<Setting> make_table() {
        "which CUDA kernels attend and K-means use: wgmma needs sm_90, portable runs on sm_80 and later",
        [](Settings& s, std::string_view t) { s.kernel = choice("kernel", t, kKernels); },
        [](const Settings& s) { return name_of(s.kernel, kKernels); }},
-      {"workspace_limit", "call", "1..1048576",
-       "MiB of workspace on a GPU: heads are processed in as few chunks as fit, with the same bits",
+      {"workspace_limit", "call", "auto | 1..1048576",
+       "MiB of workspace on a GPU: heads are processed in as few chunks as fit, with the same bits; auto = max(400, 1.5 "
+       "times "
+       "the least that will do)",
        [](Settings& s, std::string_view t) {
-         s.workspace_limit = integer("workspace_limit", t, 1, 1048576, "1..1048576 MiB");
+         s.workspace_limit = t == "auto" ? 0 : integer("workspace_limit", t, 1, 1048576, "auto or 1..1048576 MiB");
        },
-       [](const Settings& s) { return std::to_string(s.workspace_limit); }},
+       [](const Settings& s) { return count_text(s.workspace_limit); }},
   };
 }
 

@@ -44,7 +44,7 @@ struct Settings {
   double profile_low = 0, profile_high = 1;
   double density = 0.2;
   double target_density = 0;  // 0: none
-  TargetScope target_scope = TargetScope::head;
+  TargetScope target_scope = TargetScope::sample;
   double similarity = -0.1;
   Tail tail = Tail::none;
   double tail_weight = 0.65;  // of what tail mean mixes in
@@ -58,7 +58,7 @@ struct Settings {
   bool check_finite = true;
   DType state_dtype = DType::f32;
   KernelChoice kernel = KernelChoice::automatic;
-  int64_t workspace_limit = 400;  // MiB
+  int64_t workspace_limit = 0;  // MiB; 0: auto
 };
 
 struct Setting {

@@ -113,9 +113,9 @@ struct Plan {
   int64_t tail_values() const {
     return std::max(compensates() ? codes : 0, tail().mixes ? groups + 1 : tail().per_group ? groups : 0);
   }
-  // One rho is solved for all heads of a sample.
+  // One rho is solved for all heads of a sample; of a single head it is that head's own.
   bool solves_sample() const {
-    return !settings.dense && settings.target_scope == TargetScope::sample &&
+    return !settings.dense && shape.heads > 1 && settings.target_scope == TargetScope::sample &&
            (settings.target_density > 0 || rule().meets == Meets::by_rho);
   }
   bool needs_v() const { return settings.dense || settings.tail != Tail::none || compensates(); }

@@ -135,11 +135,11 @@ with tempfile.TemporaryDirectory() as FOLDER:
         assert near(json.load(open(f"{FOLDER}/given/run.json"))["density"], row["density"][0]), row["variant"]
         assert f"{row['variant']} at rho {row['rho']}  " in result.stdout and f"{row['density'][0]:.4f}" in result.stdout
     assert open(f"{FOLDER}/rho.csv").readline().startswith("variant,rho,seed,density,")
-    accept("ablate", *small, "--seeds", 1, "--variants", "scope,scope:target_scope=head", "--density", "0.3", "--no-control",
-           "--set", "target_scope=sample", "-o", f"{FOLDER}/sample.json")
-    sample, head = json.load(open(f"{FOLDER}/sample.json"))["rows"]
+    accept("ablate", *small, "--seeds", 1, "--variants", "scope,scope:target_scope=sample", "--density", "0.3", "--no-control",
+           "--set", "target_scope=head", "-o", f"{FOLDER}/head.json")
+    head, sample = json.load(open(f"{FOLDER}/head.json"))["rows"]
     assert (sample["settings"]["target_scope"], head["settings"]["target_scope"]) == ("sample", "head")
-    assert abs(sample["density"][0] - 0.3) < 0.005 and sample["psnr"] != head["psnr"] == rows["scope", 0.3]["psnr"][:1]
+    assert abs(sample["density"][0] - 0.3) < 0.005 and head["psnr"] != sample["psnr"] == rows["scope", 0.3]["psnr"][:1]
 
     # A run that is stopped leaves the seeds that were done, in a file of its own.
     checks += 1

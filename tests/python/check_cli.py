@@ -107,9 +107,10 @@ with tempfile.TemporaryDirectory() as folder:
     assert [(row["method"], row["rho"]) for row in given["rows"]] == [("dense", 1), *((m, r) for m in ("scope", "svg2:codes=60") for r in (0.5, 0.9))]
     assert given["settings"]["scope"]["alpha"] == "0" and "scope at rho 0.5" in said and open(f"{folder}/c.csv").readline().startswith("method,rho,density")
     assert given["rows"][1]["density"] < given["rows"][2]["density"] and all(row["notes"] == [] for row in given["rows"])
-    accept(*compare, "--methods", "scope", "--density", "0.4", "--set", "target_scope=sample", "--json", f"{folder}/c.json")
-    (_, row) = json.load(open(f"{folder}/c.json"))["rows"]
-    assert abs(row["density"] - 0.4) < 0.01, row
+    for met in ("head", "sample"):
+        accept(*compare, "--methods", "scope", "--density", "0.4", "--set", f"target_scope={met}", "--json", f"{folder}/c.json")
+        (_, row) = json.load(open(f"{folder}/c.json"))["rows"]
+        assert abs(row["density"] - 0.4) < 0.01, row
 
     # profile: the fewest keys that hold 95 % of a query's mass, the maximum over the files of one step and layer.
     tensors.save(BAD, {"q": 3 * q, "k": k, "v": v}, meta)

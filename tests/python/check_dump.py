@@ -62,9 +62,6 @@ def check_head(head, q, k, v, settings, subspaces):
             low, high = np.maximum(low, settings["k_head"]), np.maximum(high, settings["k_head"])
         for c in np.flatnonzero(used):
             assert low[c] <= head["counts"][c] <= high[c], f"count of group {c}: {head['counts'][c]} not in {low[c]}..{high[c]}"
-        if rule == "target":
-            density = (n * head["counts"]).sum() / tokens**2
-            assert abs(density - float(settings["density"])) < 0.005, density
     for c in np.flatnonzero(used):
         kept, dropped = scores[c][mask[c]], scores[c][~mask[c]]
         assert not len(dropped) or dropped.max() <= kept.min() + 1e-5, f"group {c} dropped a better key"
@@ -78,6 +75,7 @@ def check_head(head, q, k, v, settings, subspaces):
         out[rows] = p @ v[mask[c]] / p.sum(1, keepdims=True)
     error = np.linalg.norm(out - head["out"]) / np.linalg.norm(out)
     assert error < 2e-6, f"output error {error}"
+    return (n * head["counts"]).sum() / tokens**2
 
 
 def run(folder, name, sets, extra=()):
@@ -92,12 +90,17 @@ def run(folder, name, sets, extra=()):
     assert report["ran"] == "sparse"
     subspaces = json.loads(metadata["subspaces"])
     assert sorted(sum(subspaces, [])) == list(range(inputs["q"].shape[-1])), "the subspaces cover every channel once"
+    densities = []
     for h in range(inputs["q"].shape[0]):
         head = {key: value[0, h] for key, value in dump.items() if key != "out"}
         head["out"] = dump["out"][h]
         stat = report["heads"][h]
         settings = dict(report["settings"], rho_used=stat["rho"], alpha_used=stat["alpha"], k_head=stat["k_head"])
-        check_head(head, inputs["q"][h], inputs["k"][h], inputs["v"][h], settings, subspaces)
+        densities.append(check_head(head, inputs["q"][h], inputs["k"][h], inputs["v"][h], settings, subspaces))
+    if settings["rule"] == "target":
+        met = densities if settings["target_scope"] == "head" else [np.mean(densities)]
+        assert all(abs(x - float(settings["density"])) < 0.005 for x in met), densities
+        assert settings["target_scope"] == "head" or len({head["rho"] for head in report["heads"]}) == 1, "one rho for all heads"
     print(f"{name}: codebooks, counts, key sets and output re-derived for {inputs['q'].shape[0]} heads")
 
 
@@ -111,6 +114,8 @@ with tempfile.TemporaryDirectory() as folder:
     run(folder, "fixed", ["rule=fixed", "density=0.13"])
     run(folder, "target", ["rule=target", "density=0.2"])
     run(folder, "target, low", ["rule=target", "density=0.05"])
+    run(folder, "target in each head", ["rule=target", "density=0.2", "target_scope=head"])
+    run(folder, "target in each head, low", ["rule=target", "density=0.05", "target_scope=head"])
     run(folder, "even:8", ["partition=even:8"])
     run(folder, "random:3", ["partition=random:3", "seed=9"])
     run(folder, "split halves", [], ["--subspaces", json.dumps([list(range(0, 20)) + list(range(60, 80)), list(range(20, 60)),

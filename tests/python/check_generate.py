@@ -66,7 +66,8 @@ with tempfile.TemporaryDirectory() as FOLDER:
     # The bundled model at a small grid.
     png(f"{FOLDER}/first.png", 16, 24)
     small = ("--grid", "5x4x6", "--image", f"{FOLDER}/first.png", "--steps", 5)
-    said = accept("-o", f"{FOLDER}/scope", *small, "--target-density", "0.25", "--latents", "--seed", 3)
+    each_head = ("--target-density", "0.25", "--set", "target_scope=head", "--latents", "--seed", 3)
+    said = accept("-o", f"{FOLDER}/scope", *small, *each_head)
     assert "density 0.25" in said, said
     run = json.load(open(f"{FOLDER}/scope/run.json"))
     assert run["grid"] == [5, 4, 6] and run["steps"] == 5 and run["seed"] == 3 and run["settings"]["rule"] == "online"
@@ -86,14 +87,14 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert abs(timed - seconds["dense_prefix"] - seconds["sparse_attention"] - seconds["selection"]) < 1e-6
 
     # One rho for the heads of a call: they differ, and their mean meets the density.
-    said = accept("-o", f"{FOLDER}/sample", *small, "--target-density", "0.25", "--seed", 3, "--set", "target_scope=sample")
+    said = accept("-o", f"{FOLDER}/sample", *small, "--target-density", "0.25", "--seed", 3)
     assert "density 0.2499" in said or "density 0.250" in said, said
     calls = [c for layers in json.load(open(f"{FOLDER}/sample/run.json"))["layers"] for c in layers if not c["dense"]]
     assert all(abs(np.mean(c["head_density"]) - c["density"]) < 1e-9 and abs(c["density"] - 0.25) < 0.01 for c in calls)
     assert max(max(c["head_density"]) - min(c["head_density"]) for c in calls) > 0.05
 
     read = lambda name, file: open(f"{FOLDER}/{name}/{file}", "rb").read()
-    accept("-o", f"{FOLDER}/again", *small, "--target-density", "0.25", "--latents", "--seed", 3, "--threads", 1)
+    accept("-o", f"{FOLDER}/again", *small, *each_head, "--threads", 1)
     assert all(read("scope", f) == read("again", f) for f in [*files, "latents.safetensors"]), "the same seed gives the same bits"
     accept("-o", f"{FOLDER}/dense", *small, "--method", "dense", "--seed", 3, "--latents")
     assert read("dense", "latents.safetensors") != read("scope", "latents.safetensors")
