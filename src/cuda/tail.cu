@@ -63,11 +63,14 @@ int64_t tail_floats(int64_t groups, int64_t dim, bool exact, bool mean) {
 template <int kDim, Source kSource, bool kMean>
 struct Space {
   static constexpr bool kExact = kSource == Source::exact, kLoadsKeys = kExact || !kMean;
+  // Parts of 16 bits that a centroid is the sum of. The mean's weights take the rounding of one, which moves a logit by
+  // about 2^-10 of |q| |k| scale / sqrt(dim); the first order subtracts the logit of the mean key again and needs both.
+  static constexpr int kHalves = kMean ? 1 : 2;
   static constexpr int kRows = kKeys * kDim * 2, kStage = (kLoadsKeys ? 2 : 1) * kRows;
   static constexpr int kCodes = 2 * kStage;
   __host__ __device__ static int source(const ProxyLaunch& p) { return kCodes + (kExact ? 0 : 2 * p.subspaces * kKeys * 4); }
   static int64_t bytes(const ProxyLaunch& p, int tiles) {
-    const int64_t group = kExact ? 2 * kDim * 2 : kSource == Source::tables ? 0 : int64_t{p.subspaces} * p.codes * 4;
+    const int64_t group = kExact ? kHalves * kDim * 2 : kSource == Source::tables ? 0 : int64_t{p.subspaces} * p.codes * 4;
     return source(p) + tiles * kTile * group;
   }
 };
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
       tables[(group / 8 * all_codes + at) * 8 + group % 8] = p.tables[head][int64_t{from} * all_codes + at];
     }
   }
-  if constexpr (At::kExact) {  // centroids in two 16-bit parts
+  if constexpr (At::kExact) {
     for (int i = thread; i < tiles * kTile * kDim / 2; i += threads) {
       const int group = i / (kDim / 2), channel = i % (kDim / 2) * 2;
       float2 x{0, 0};
@@ -156,8 +159,10 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
       const uint32_t high = pack<T>(x.x, x.y);
       char* const to = source + chunk_place<kDim>(group, channel / 8) + channel % 8 * 2;
       *reinterpret_cast<uint32_t*>(to) = high;
-      *reinterpret_cast<uint32_t*>(to + tiles * kTile * kDim * 2) =
-          pack<T>(x.x - p.element(static_cast<uint16_t>(high)), x.y - p.element(static_cast<uint16_t>(high >> 16)));
+      if constexpr (At::kHalves == 2) {
+        *reinterpret_cast<uint32_t*>(to + tiles * kTile * kDim * 2) =
+            pack<T>(x.x - p.element(static_cast<uint16_t>(high)), x.y - p.element(static_cast<uint16_t>(high >> 16)));
+      }
     }
   }
 
@@ -214,15 +219,16 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
       const uint32_t k = values + At::kRows + chunk_place<kDim>(k_row, lane / 8 % 2);
 #pragma unroll
       for (int c = 0; c < kDim / 16; ++c) {
-        uint32_t a[2][4];
-        load_matrix_x4(a[0], q ^ (c * 32));
-        load_matrix_x4(a[1], (q ^ (c * 32)) + tiles * kTile * kDim * 2);
+        uint32_t a[At::kHalves][4];
+#pragma unroll
+        for (int half = 0; half < At::kHalves; ++half)
+          load_matrix_x4(a[half], (q ^ (c * 32)) + half * tiles * kTile * kDim * 2);
 #pragma unroll
         for (int n = 0; n < kOwn / 16; ++n) {
           uint32_t b[4];
           load_matrix_x4(b, (k ^ (c * 32)) + n * 16 * kDim * 2);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          for (int half = 0; half < At::kHalves; ++half) {
             mma_16x8x16<T>(logit[2 * n], a[half], b[0], b[1]);
             mma_16x8x16<T>(logit[2 * n + 1], a[half], b[2], b[3]);
           }
