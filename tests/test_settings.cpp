@@ -271,6 +271,7 @@ TEST(Methods, RowsAreWhatTheyWere) {
       {"scope", ""},
       {"scope-paper", "groups=300 codes=333 first_sample=1"},
       {"scope-exact", "proxy=exact"},
+      {"scope-mean", "proxy=exact tail=mean"},
       {"svg2", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=clusters target_scope=head"},
       {"svg2-ear",
        "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware target_scope=head tail=centroids"},

@@ -72,6 +72,14 @@ std::string name_of(Choice choice, std::span<const NameRow<Choice>> rows) {
 }
 constexpr int64_t kMostClusters = 65536, kMostSteps = 1'000'000'000;
 
+// What `auto` is for n tokens.
+struct Auto {
+  int64_t tokens, least, most;  // tokens of a cluster; clusters
+  int64_t clusters(int64_t n) const { return std::clamp(ceil_div(n, tokens), least, most); }
+  std::string text() const { return fmt::format("clamp(ceil(tokens / {}), {}, {})", tokens, least, most); }
+};
+constexpr Auto kAutoGroups{96, 16, 300}, kAutoCodes{64, 16, 333};
+
 std::string count_text(int64_t value) { return value == 0 ? "auto" : std::to_string(value); }
 
 int64_t count_or_auto(const char* name, std::string_view text) {
@@ -116,7 +124,7 @@ std::vector<Setting> make_table() {
       {"group", "group", names(grouping_rows()), "how queries are grouped. " + help_of(grouping_rows()),
        [](Settings& s, std::string_view t) { s.group = choice("group", t, grouping_rows()); },
        [](const Settings& s) { return std::string(row(s.group).name); }},
-      {"groups", "group", "auto | 1..65536", "query groups; auto = clamp(ceil(tokens / 96), 16, 300)",
+      {"groups", "group", "auto | 1..65536", "query groups; auto = " + kAutoGroups.text(),
        [](Settings& s, std::string_view t) { s.groups = count_or_auto("groups", t); },
        [](const Settings& s) { return count_text(s.groups); }},
       {"q_block", "group", "1..65536",
@@ -133,7 +141,7 @@ std::vector<Setting> make_table() {
          s.partition = t;
        },
        [](const Settings& s) { return s.partition; }},
-      {"codes", "encode", "auto | 1..65536", "codebook entries per subspace; auto = clamp(ceil(tokens / 64), 16, 333)",
+      {"codes", "encode", "auto | 1..65536", "codebook entries per subspace; auto = " + kAutoCodes.text(),
        [](Settings& s, std::string_view t) { s.codes = count_or_auto("codes", t); },
        [](const Settings& s) { return count_text(s.codes); }},
       {"k_block", "encode", "1..65536",
@@ -299,13 +307,13 @@ std::string get_setting(const Settings& settings, std::string_view name) { retur
 
 int64_t effective_groups(const Settings& settings, int64_t n) {
   if (row(settings.group).blocks) return ceil_div(n, settings.q_block);
-  const int64_t wanted = settings.groups != 0 ? settings.groups : std::clamp<int64_t>(ceil_div(n, 96), 16, 300);
+  const int64_t wanted = settings.groups != 0 ? settings.groups : kAutoGroups.clusters(n);
   return std::min(wanted, n);
 }
 
 int64_t effective_codes(const Settings& settings, int64_t n) {
   if (row(settings.encode).blocks) return ceil_div(n, settings.k_block);
-  const int64_t wanted = settings.codes != 0 ? settings.codes : std::clamp<int64_t>(ceil_div(n, 64), 16, 333);
+  const int64_t wanted = settings.codes != 0 ? settings.codes : kAutoCodes.clusters(n);
   return std::min(wanted, n);
 }
 
