@@ -67,7 +67,7 @@ struct Result {
 // A variant at a density, or at a rho; results by seed.
 struct Row {
   std::string variant;
-  double point = 1;
+  double point = 1;  // NaN: density_steps has its densities, and it stands beside every point
   Settings settings;
   bool control = false, left_out = false;
   std::vector<Result> results;
@@ -311,7 +311,7 @@ class Ablation {
                 .note = fmt::format("{} at {}, {} steps, {} seeds, {}", options_.model, io::join(grid_, "x"), steps_,
                                     options_.seeds, compute_),
                 .series = {}};
-    for (const std::string& variant : split(table.variants, ',')) {
+    for (const std::string& variant : split_methods(table.variants)) {
       Series series{variant, {}};
       for (const Row& row : rows_) {
         if (row.variant != variant || row.control) continue;
@@ -388,17 +388,18 @@ class Ablation {
       rows_.push_back(std::move(row));
     }
     for (const Table& table : tables_) {
-      for (const std::string& variant : split(table.variants, ',')) {
+      for (const std::string& variant : split_methods(table.variants)) {
         for (const double point : points(table)) {
           if (find_row(variant, point) != nullptr) continue;
           Settings settings = parse_method(variant, "", options_.at.set);
           require(!settings.dense, Status::invalid_argument,
                   "--variants: dense is what the others are compared with, and runs anyway");
-          settings = options_.at.at(settings, point, variant);
+          const bool by_step = !settings.density_steps.empty() && !options_.at.at_rho();
+          if (!by_step) settings = options_.at.at(settings, point, variant);
           check_effects(variant, "", {}, settings, {.device = options_.machine.on_device()});
           try {
             make_plan(settings);  // refuses what cannot run
-            rows_.push_back({variant, point, settings, false, false, {}, {}});
+            rows_.push_back({variant, by_step ? std::nan("") : point, settings, false, false, {}, {}});
           } catch (const Error& error) {
             leave_out(variant, error);
           }
@@ -415,14 +416,14 @@ class Ablation {
 
   const Row* find_row(const std::string& variant, double point) const {
     for (const Row& row : rows_) {
-      if (!row.control && row.variant == variant && row.point == point) return &row;
+      if (!row.control && row.variant == variant && (row.point == point || std::isnan(row.point))) return &row;
     }
     return nullptr;
   }
 
   std::vector<const Row*> table_rows(const Table& table, double point) const {
     std::vector<const Row*> out;
-    for (const std::string& variant : split(table.variants, ',')) {
+    for (const std::string& variant : split_methods(table.variants)) {
       if (const Row* row = find_row(variant, point); row != nullptr) out.push_back(row);
     }
     return out;
@@ -511,15 +512,26 @@ class Ablation {
 
   // What the target density took; one that cannot be reached is refused or, in a suite, said.
   void check_first(Row& row, const video::Sample& sample) {
-    std::vector<HeadStats> heads;
+    struct Met {
+      std::vector<double> densities;  // of calls
+      std::vector<HeadStats> heads;
+    };
+    std::map<double, Met> targets;
     for (const auto& call : sample.calls) {
-      if (call.stats.reason == Reason::sparse) heads.insert(heads.end(), call.heads.begin(), call.heads.end());
+      if (call.stats.reason != Reason::sparse) continue;
+      Met& met = targets[density_at(row.settings, {call.layer, call.step, steps_}, row.point)];
+      met.densities.push_back(call.stats.density);
+      met.heads.insert(met.heads.end(), call.heads.begin(), call.heads.end());
     }
-    require(!heads.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one", steps_,
+    require(!targets.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one", steps_,
             row.variant);
     if (options_.at.at_rho()) return;
     try {
-      row.notes = target_notes(make_plan(row.settings).settings, mean_density(sample), heads, row.point, row.variant);
+      const Settings settings = make_plan(row.settings).settings;
+      for (const auto& [target, met] : targets) {
+        const auto notes = target_notes(settings, mean(met.densities), met.heads, target, row.variant);
+        row.notes.insert(row.notes.end(), notes.begin(), notes.end());
+      }
     } catch (const Error& error) {
       leave_out(row.variant, error);
       row.left_out = true;
@@ -640,6 +652,7 @@ void add_ablate(CLI::App& app) {
       "  scope ablate --suite paper --backend cuda -o result.json --plot psnr.svg\n"
       "  scope ablate --variants scope,svg2 --set target_scope=head    # every head meets the density by itself\n"
       "  scope ablate --variants scope,scope:rule=top_p --rho 0.8,0.9\n"
+      "  scope ablate --variants scope,scope:density_steps=0.2:0.3,1:0.1    # by step, beside every density\n"
       "  scope ablate --grid 21x45x80 --condition 720p.safetensors --seeds 3 --backend cuda");
   CLI::Option* variants =
       command->add_option("--variants", options->variants,

@@ -107,7 +107,7 @@ void run(const Options& options) {
   args.lse = options.lse ? lse.data() : nullptr;
   args.place = {options.layer, options.step, options.steps};
   runner.run(args);
-  const auto notes = target_notes(runner, settings.target_density, options.method.method);
+  const auto notes = target_notes(runner, density_at(settings, args.place, settings.target_density), options.method.method);
   progress->step("attended");
 
   std::vector<int64_t> shape{qkv.heads, qkv.q_tokens, qkv.dim};

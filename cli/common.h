@@ -120,6 +120,8 @@ std::string json_text(const nlohmann::ordered_json& json, int indent = -1, bool 
 void write_json(const std::string& path, const nlohmann::ordered_json& json);
 
 std::vector<std::string> split(std::string_view text, char separator);
+// Methods with their settings, separated by commas; one before a digit belongs to a value: scope:density_steps=0.2:0.3,1:0.1
+std::vector<std::string> split_methods(std::string_view text);
 
 // A method by its name, or with settings: scope:partition=even:8+rule=hybrid. `model` may be empty; `set` holds values of
 // --set, which come before the method's own.

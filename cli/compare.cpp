@@ -41,7 +41,7 @@ double selection_seconds(const CallStats& stats) { return stats.group + stats.en
 
 std::vector<Method> parse_methods(const Options& options) {
   std::vector<Method> methods;
-  for (const std::string& name : split(options.methods, ',')) {
+  for (const std::string& name : split_methods(options.methods)) {
     methods.push_back({name, parse_method(name, options.model, options.at.set)});
     require(!methods.back().settings.dense, Status::invalid_argument,
             "--methods: dense is what the others are compared with; it has its own line");

@@ -137,7 +137,7 @@ class Inspection {
     input_.check_measurable("inspect");
     samples_ = std::min(samples_, keys_);
     // What cannot run is refused before anything is computed.
-    for (const std::string& name : split(options.scoring, ',')) {
+    for (const std::string& name : split_methods(options.scoring)) {
       Settings settings = parse_method(name, options.method.model);
       require(!settings.dense, Status::invalid_argument, "--scoring: dense scores nothing");
       check_effects(name, options.method.model, {}, settings, surroundings(false));
@@ -562,7 +562,7 @@ void run(const Options& options) {
   Outputs outputs;
   outputs.reads(options.input);
   outputs.reads(parse_method(options.method.method, options.method.model, options.method.set));
-  for (const std::string& name : split(options.scoring, ',')) outputs.reads(parse_method(name, options.method.model));
+  for (const std::string& name : split_methods(options.scoring)) outputs.reads(parse_method(name, options.method.model));
   for (const char* name : kFiles) outputs.writes_into("--output", options.output, name);
   Inspection inspection(options);
   inspection.run();

@@ -71,6 +71,18 @@ std::vector<std::string> split(std::string_view text, char separator) {
   return parts;
 }
 
+std::vector<std::string> split_methods(std::string_view text) {
+  std::vector<std::string> methods;
+  for (const std::string& part : split(text, ',')) {
+    if (!methods.empty() && !part.empty() && std::string_view(".0123456789").find(part[0]) != std::string_view::npos) {
+      methods.back() += "," + part;
+    } else {
+      methods.push_back(part);
+    }
+  }
+  return methods;
+}
+
 Settings parse_method(const std::string& text, const std::string& model, const std::vector<std::string>& set) {
   Settings settings = find_method(text.substr(0, text.find(':'))).settings();
   if (!model.empty()) apply_model(find_model(model), settings);
@@ -154,6 +166,8 @@ std::vector<double> PointFlags::points() const {
 }
 
 Settings PointFlags::at(Settings settings, double point, const std::string& name) const {
+  require(settings.density_steps.empty(), Status::invalid_argument, "{}: {} has densities of its own, density_steps={}",
+          at_rho() ? "--rho" : "--density", name, get_setting(settings, "density_steps"));
   if (!at_rho()) {
     settings.target_density = point;
     return settings;

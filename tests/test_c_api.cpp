@@ -795,6 +795,19 @@ TEST_P(CApi, SaysBeforehandWhatACallDoes) {
   EXPECT_TRUE(error_names("step"));
 }
 
+TEST_P(CApi, MeetsTheDensityOfItsStep) {
+  Host host(GetParam(), 10);
+  Session session(host, context(1), quick().set("dense_steps", "0").set("density_steps", "0.2:1,0.5:0.6,1:0.3"));
+  session.args.layer = 1, session.args.steps = 10;
+  for (const auto& [step, density] : {std::pair(1, 1.0), {4, 0.6}, {5, 0.3}, {9, 0.3}}) {
+    session.args.step = step;
+    session.run();
+    EXPECT_EQ(session.stats.reason, density == 1 ? SCOPE_RAN_DENSE_STEP : SCOPE_RAN_SPARSE);
+    EXPECT_EQ(session.plan.reason(1, step, 10).reason, session.stats.reason);
+    EXPECT_NEAR(session.stats.density, density, 0.05) << step;
+  }
+}
+
 // The reports of several calls are read at the end, and say what each call's own statistics say.
 TEST_P(CApi, ReportsWaitForTheEnd) {
   Host host(GetParam(), 11);

@@ -67,7 +67,7 @@ typedef enum scope_reason {
   SCOPE_RAN_SPARSE = 0,
   SCOPE_RAN_DENSE_METHOD = 1,    /* the method is dense */
   SCOPE_RAN_DENSE_LAYER = 2,     /* layer < dense_layers */
-  SCOPE_RAN_DENSE_STEP = 3,      /* within dense_steps */
+  SCOPE_RAN_DENSE_STEP = 3,      /* within dense_steps, or of density 1 in density_steps */
   SCOPE_RAN_DENSE_LAST_STEP = 4, /* within dense_last_steps */
   SCOPE_RAN_DENSE_NOTHING = 5    /* no query or no key takes part in selection */
 } scope_reason;

@@ -39,6 +39,7 @@ constexpr Need kNeeds[] = {
      [](const Settings& s, const Surroundings& with) { return iterates(s) || random_partition(s) || with.maps; }},
     {"rho", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).rho; }},
     {"rho", "target_density", [](const Settings& s, const Surroundings&) { return s.target_density == 0; }},
+    {"rho", "density_steps", [](const Settings& s, const Surroundings&) { return s.density_steps.empty(); }},
     {"alpha", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).floor > 0; }},
     {"profile", "layer", [](const Settings&, const Surroundings& with) { return with.layer; }},
     {"profile", "step", [](const Settings&, const Surroundings& with) { return with.step; }},
@@ -46,8 +47,12 @@ constexpr Need kNeeds[] = {
     {"profile_high", "profile", [](const Settings& s, const Surroundings&) { return s.profile != nullptr; }},
     {"density", "rule", [](const Settings& s, const Surroundings&) { return !row(s.rule).rho; }},
     {"density", "target_density", [](const Settings& s, const Surroundings&) { return s.target_density == 0; }},
+    {"density", "density_steps", [](const Settings& s, const Surroundings&) { return s.density_steps.empty(); }},
+    {"density_steps", "target_density", [](const Settings& s, const Surroundings&) { return s.target_density == 0; }},
     {"target_scope", "target_density",
-     [](const Settings& s, const Surroundings&) { return s.target_density > 0 || row(s.rule).meets == Meets::by_rho; }},
+     [](const Settings& s, const Surroundings&) {
+       return s.target_density > 0 || !s.density_steps.empty() || row(s.rule).meets == Meets::by_rho;
+     }},
     {"similarity", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).similarity; }},
     {"tail_weight", "tail", [](const Settings& s, const Surroundings&) { return row(s.tail).mixes; }},
     {"dense_layers", "layer", [](const Settings&, const Surroundings& with) { return with.layer; }},

@@ -36,6 +36,33 @@ double share(const char* name, std::string_view text, bool zero_allowed, const c
   return value;
 }
 
+// "0.2:0.3,1:0.08", in millionths rising.
+std::vector<DensityStep> density_steps(std::string_view text) {
+  const char* expected = "none or SHARE:DENSITY,... in (0, 1], each share above the one before and the last 1";
+  std::vector<DensityStep> steps;
+  int64_t before = 0;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t end = std::min(text.find(',', at), text.size());
+    const std::string_view entry = text.substr(at, end - at);
+    const size_t colon = entry.find(':');
+    if (colon == std::string_view::npos) refuse("density_steps", text, expected);
+    steps.push_back({share("density_steps", entry.substr(0, colon), false, expected),
+                     share("density_steps", entry.substr(colon + 1), false, expected)});
+    const int64_t until = to_millionths(steps.back().until);
+    if (until <= before) refuse("density_steps", text, expected);
+    before = until;
+    at = end + 1;
+  }
+  if (before != to_millionths(1)) refuse("density_steps", text, expected);
+  return steps;
+}
+
+std::string density_steps_text(const std::vector<DensityStep>& steps) {
+  std::string text;
+  for (const DensityStep& step : steps) text += fmt::format("{}{}:{}", text.empty() ? "" : ",", step.until, step.density);
+  return text.empty() ? "none" : text;
+}
+
 double cosine(const char* name, std::string_view text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -213,8 +240,15 @@ std::vector<Setting> make_table() {
          s.target_density = t == "none" ? 0.0 : share("target_density", t, false, "none or a share in (0, 1]");
        },
        [](const Settings& s) { return s.target_density == 0 ? "none" : fmt::format("{}", s.target_density); }},
+      {"density_steps", "select", "none | SHARE:DENSITY,...",
+       "target_density by step, as 0.2:0.3,1:0.08: 0.3 in the first fifth of the steps, then 0.08; shares rise to 1, a "
+       "density of 1 is a dense call, and a call without a step takes the last",
+       [](Settings& s, std::string_view t) {
+         s.density_steps = t == "none" ? std::vector<DensityStep>{} : density_steps(t);
+       },
+       [](const Settings& s) { return density_steps_text(s.density_steps); }},
       {"target_scope", "select", names(target_scope_rows()),
-       "what meets target_density, or density under rule target. " + help_of(target_scope_rows()),
+       "what meets target_density or density_steps, or density under rule target. " + help_of(target_scope_rows()),
        [](Settings& s, std::string_view t) { s.target_scope = choice("target_scope", t, target_scope_rows()); },
        [](const Settings& s) { return std::string(row(s.target_scope).name); }},
       {"similarity", "select", "[-1, 1]",

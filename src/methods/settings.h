@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/tensor.h"
 #include "methods/profile.h"
@@ -19,6 +20,11 @@ namespace scope {
 struct Method;
 // The row `scope`, whose settings are the defaults below.
 const Method& default_method();
+
+// What calls are to meet before the share `until` of the steps.
+struct DensityStep {
+  double until, density;
+};
 
 enum class KernelChoice { automatic, wgmma, portable };
 
@@ -43,7 +49,8 @@ struct Settings {
   std::shared_ptr<const Profile> profile = nullptr;  // null: alpha for every head
   double profile_low = 0, profile_high = 1;
   double density = 0.2;
-  double target_density = 0;  // 0: none
+  double target_density = 0;                    // 0: none
+  std::vector<DensityStep> density_steps = {};  // rising, the last until 1; empty: none
   TargetScope target_scope = TargetScope::sample;
   double similarity = -0.1;
   Tail tail = Tail::none;

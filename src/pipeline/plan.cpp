@@ -119,6 +119,14 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
   check_shape(shape);
   require(!settings.dense || settings.target_density == 0, Status::invalid_argument,
           "target_density: got {}, and method dense keeps everything", settings.target_density);
+  if (!settings.density_steps.empty()) {
+    require(!settings.dense, Status::invalid_argument, "density_steps: got {}, and method dense keeps everything",
+            get_setting(settings, "density_steps"));
+    require(settings.target_density == 0, Status::invalid_argument,
+            "density_steps: got {} beside target_density {}, expected one of the two",
+            get_setting(settings, "density_steps"), settings.target_density);
+    settings.target_density = settings.density_steps.back().density;  // calls take their own
+  }
   if (settings.target_density > 0 && rule().meets != Meets::by_bound) {
     if (rule().meets == Meets::as_target) settings.rule = Rule::target;
     settings.density = settings.target_density;

@@ -19,10 +19,18 @@ Reason schedule(const Settings& settings, const Place& place) {
   }
   if (settings.dense) return Reason::method_dense;
   if (place.layer >= 0 && place.layer < settings.dense_layers) return Reason::dense_layer;
-  if (place.step < 0) return Reason::sparse;
-  if (place.step < floor_share(settings.dense_steps, place.steps)) return Reason::dense_step;
-  if (place.step >= place.steps - floor_share(settings.dense_last_steps, place.steps)) return Reason::dense_last_step;
-  return Reason::sparse;
+  if (place.step >= 0) {
+    if (place.step < floor_share(settings.dense_steps, place.steps)) return Reason::dense_step;
+    if (place.step >= place.steps - floor_share(settings.dense_last_steps, place.steps)) return Reason::dense_last_step;
+  }
+  return density_at(settings, place, 0) == 1 ? Reason::dense_step : Reason::sparse;
+}
+
+double density_at(const Settings& settings, const Place& place, double otherwise) {
+  for (const DensityStep& entry : settings.density_steps) {
+    if (place.step >= 0 && place.step < ceil_share(entry.until, place.steps)) return entry.density;
+  }
+  return settings.density_steps.empty() ? otherwise : settings.density_steps.back().density;
 }
 
 bool clusters_in_prefix(const Settings& settings, Reason reason) {
@@ -54,7 +62,7 @@ const char* reason_text(Reason reason) {
     case Reason::dense_layer:
       return "dense: the layer is below dense_layers";
     case Reason::dense_step:
-      return "dense: the step is within dense_steps";
+      return "dense: the step is within dense_steps, or its density in density_steps is 1";
     case Reason::dense_last_step:
       return "dense: the step is within dense_last_steps";
     case Reason::nothing_to_select:

@@ -17,12 +17,15 @@ enum class Reason : int {
   sparse = 0,        // the call selected keys
   method_dense = 1,  // the method is dense
   dense_layer = 2,   // layer < dense_layers
-  dense_step = 3,    // within the first dense_steps
+  dense_step = 3,    // within the first dense_steps, or of density 1 in density_steps
   dense_last_step = 4,
   nothing_to_select = 5,  // no query or no key takes part in selection
 };
 
 Reason schedule(const Settings& settings, const Place& place);
+// What density_steps has for the call: the first entry whose share of the steps lies past its step, the last where it says
+// none; `otherwise` without entries.
+double density_at(const Settings& settings, const Place& place, double otherwise);
 // Whether a dense call that has a state clusters all the same, so that the first sparse one is warm.
 bool clusters_in_prefix(const Settings& settings, Reason reason);
 // Whether the clusters that a state holds stay as they are: from reuse_start on, which counts steps from 1, at all but every

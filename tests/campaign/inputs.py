@@ -223,7 +223,7 @@ accept("run", "generate", "-o", "run", "--grid", "1x4x6", "--steps", 1, "--image
 base = ("attend", "good.safetensors", "-o", OUT)
 for value in ("rho=nan", "rho=1e999", "rho=0x1p-1", "rho=0,9", "rho= 0.9", "rho=0.9 ", "rho=+0.9", "rho=", "rho=\u0660.9", "alpha=-0", "alpha=-1e-300", "groups=0", "groups=65537", "groups=-1", "groups=1e3", "groups=Auto",
               "groups=18446744073709551617", "codes=0x10", "partition=even:33", "partition=even:-1", "partition=random:", "partition=rope:3", "partition=even:99999999999", "rule=Online", "rule=", "seed=-1",
-              "seed=9223372036854775808", "first_sample=0", "first_sample=1e-999", "tail=none,mean", "=1", "rho==0.9", "RHO=0.9", "target_density=nan", "target_scope=both", "check_finite=maybe", "state_dtype=f16",
+              "seed=9223372036854775808", "first_sample=0", "first_sample=1e-999", "tail=none,mean", "=1", "rho==0.9", "RHO=0.9", "target_density=nan", "target_scope=both", "density_steps=", "density_steps=0.2:0.3", "density_steps=1:0", "density_steps=0.5:0.1,0.5:0.2,1:0.3", "density_steps=1:0.2,", "density_steps=0.2:0.3;1:0.1", "density_steps=" + "0.1:0.1," * 9999, "check_finite=maybe", "state_dtype=f16",
               "workspace_limit=0", "iterations=10001", "rho=" + "9" * 5000, LONG + "=1"):
     if value == "alpha=-0":
         accept("", *base, "--set", value, makes=OUT)

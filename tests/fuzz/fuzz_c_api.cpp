@@ -52,12 +52,27 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Reader in(data, size);
   scope_method* method = nullptr;
   if (scope_method_create(methods[static_cast<size_t>(in.byte()) % methods.size()], &method) != SCOPE_OK) return 0;
-  static const char* const kSets[][2] = {
-      {"rule", "target"},   {"rule", "fixed"},       {"rule", "top_p"},         {"tail", "first_order"},
-      {"rho", "1"},         {"density", "0.01"},     {"group", "raster"},       {"groups", "3"},
-      {"codes", "5"},       {"partition", "even:2"}, {"partition", "random:3"}, {"rho", "7"},
-      {"q_block", "4"},     {"k_block", "3"},        {"target_density", "0.3"}, {"target_scope", "sample"},
-      {"reuse_start", "1"}, {"reuse_interval", "2"}, {"warm_prefix", "yes"},    {"state_dtype", "bf16"}};
+  static const char* const kSets[][2] = {{"rule", "target"},
+                                         {"rule", "fixed"},
+                                         {"rule", "top_p"},
+                                         {"tail", "first_order"},
+                                         {"rho", "1"},
+                                         {"density", "0.01"},
+                                         {"group", "raster"},
+                                         {"groups", "3"},
+                                         {"codes", "5"},
+                                         {"partition", "even:2"},
+                                         {"partition", "random:3"},
+                                         {"rho", "7"},
+                                         {"q_block", "4"},
+                                         {"k_block", "3"},
+                                         {"target_density", "0.3"},
+                                         {"target_scope", "sample"},
+                                         {"reuse_start", "1"},
+                                         {"reuse_interval", "2"},
+                                         {"warm_prefix", "yes"},
+                                         {"state_dtype", "bf16"},
+                                         {"density_steps", "0.5:1,1:0.3"}};
   scope_method_set(method, "first_iterations", "3");
   for (int64_t i = in.byte() % 4; i > 0; --i) {
     const auto& set = kSets[static_cast<size_t>(in.byte()) % std::size(kSets)];

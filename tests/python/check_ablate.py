@@ -141,6 +141,16 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert (sample["settings"]["target_scope"], head["settings"]["target_scope"]) == ("sample", "head")
     assert abs(sample["density"][0] - 0.3) < 0.005 and head["psnr"] != sample["psnr"] == rows["scope", 0.3]["psnr"][:1]
 
+    # A variant with densities of its own runs once, beside every point.
+    by_step = "scope:density_steps=0.6:0.4,1:0.2"
+    result = accept("ablate", *small, "--seeds", 1, "--variants", f"{by_step},scope", "--density", "0.3,0.4", "--no-control",
+                    "-o", f"{FOLDER}/steps.json", "--csv", f"{FOLDER}/steps.csv")
+    data = json.load(open(f"{FOLDER}/steps.json"))
+    assert [(x["variant"], x["target"]) for x in data["rows"]] == [(by_step, None), ("scope", 0.3), ("scope", 0.4)]
+    assert [(x["variant"], x["target"]) for x in data["tables"][0]["lines"]] == [(by_step, None), ("scope", 0.3), (by_step, None), ("scope", 0.4)]
+    accept("generate", *small, "--seed", 0, "--example", 0, "-o", f"{FOLDER}/given", "--method", by_step)
+    assert near(json.load(open(f"{FOLDER}/given/run.json"))["density"], data["rows"][0]["density"][0]) and 0.22 < data["rows"][0]["density"][0] < 0.38
+
     # A run that is stopped leaves the seeds that were done, in a file of its own.
     checks += 1
     stopped = subprocess.Popen([SCOPE, "ablate", *map(str, small), "--seeds", "60", "--variants", "svg2", "--density", "0.3", "--no-control",
@@ -177,6 +187,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     refuse(2, "every call of scope:dense_steps=1 is a dense one", *small[:4], "--steps", 1, "--variants", "scope:dense_steps=1", "--no-control")
     refuse(2, "target_density", *small, "--density", "1.5")
     refuse(2, "target_density", *small, "--density", "0.1,")
+    refuse(2, "--rho: scope:density_steps=1:0.2 has densities of its own", *small, "--rho", "0.9", "--variants", "scope:density_steps=1:0.2")
     refuse(2, "--suite", *small, "--suite", "paper", "--variants", "scope")
     refuse(2, "paper", *small, "--suite", "papers")
     refuse(2, "--density", *small, "--rho", "0.9", "--density", "0.2")

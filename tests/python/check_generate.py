@@ -93,6 +93,15 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert all(abs(np.mean(c["head_density"]) - c["density"]) < 1e-9 and abs(c["density"] - 0.25) < 0.01 for c in calls)
     assert max(max(c["head_density"]) - min(c["head_density"]) for c in calls) > 0.05
 
+    # A density by step, one of them dense.
+    accept("-o", f"{FOLDER}/steps", *small, "--method", "scope-mean:dense_steps=0", "--set", "density_steps=0.2:1,0.6:0.5,1:0.25")
+    run = json.load(open(f"{FOLDER}/steps/run.json"))
+    assert run["settings"]["density_steps"] == "0.2:1,0.6:0.5,1:0.25" and run["settings"]["target_density"] == "none"
+    for step, layers in enumerate(run["layers"]):
+        for layer, call in enumerate(layers):
+            wanted = 1 if layer < 1 else (1, 0.5, 0.5, 0.25, 0.25)[step]
+            assert call["dense"] == (wanted == 1) and abs(call["density"] - wanted) < 0.01, (step, layer, call)
+
     read = lambda name, file: open(f"{FOLDER}/{name}/{file}", "rb").read()
     accept("-o", f"{FOLDER}/again", *small, *each_head, "--threads", 1)
     assert all(read("scope", f) == read("again", f) for f in [*files, "latents.safetensors"]), "the same seed gives the same bits"

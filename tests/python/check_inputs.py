@@ -127,6 +127,9 @@ def contradictions():
                  ("--state", f"{FOLDER}/new.bin", "--set", "iterations=3", "--set", "state_dtype=bf16"), ("--method", "dense", "--set", "check_finite=no")):
         accept(*base, *more)
     refuse(2, ["rho", "target_density is 0.2"], *base, "--target-density", "0.2", "--set", "rho=0.5")
+    refuse(2, ["rho", "density_steps is 0.5:0.3,1:0.1"], *base, "--set", "density_steps=0.5:0.3,1:0.1", "--set", "rho=0.5")
+    refuse(2, ["density_steps", "target_density is 0.2"], *base, "--set", "density_steps=1:0.1", "--target-density", "0.2")
+    refuse(2, ["density_steps", "method dense"], *base, "--set", "density_steps=1:0.1", "--method", "dense")
     refuse(2, ["rho", "twice", "0.8", "0.7"], *base, "--set", "rho=0.8", "--set", "rho=0.7")
     refuse(2, ["rho", "twice", "0.8", "0.7"], *base, "--method", "scope:rho=0.8", "--set", "rho=0.7")
     refuse(2, ["target_density", "0.3", "0.2"], *base, "--set", "target_density=0.3", "--target-density", "0.2")
@@ -147,6 +150,7 @@ def contradictions():
     compare = ("compare", GOOD, "--samples", "4", "--repeat", "1", "--density", "0.3")
     refuse(2, ["target_density", "0.5", "0.3"], *compare, "--methods", "scope:target_density=0.5")
     refuse(2, ["rho", "target_density is 0.3"], *compare, "--methods", "scope:rho=0.5")
+    refuse(2, ["--density", "density_steps=0.5:0.2,1:0.1"], *compare, "--methods", "svg2:codes=20,scope:density_steps=0.5:0.2,1:0.1")
     refuse(2, ["dense_steps", "no step"], *compare, "--methods", "scope:dense_steps=0.1")
     refuse(2, ["--subspaces", "svg2,sparge"], *compare, "--methods", "svg2,sparge", "--subspaces", sets)
     refuse(2, ["--subspaces", "partition", "scope:partition=even:2"], *compare, "--methods", "svg2,scope:partition=even:2", "--subspaces", sets)
