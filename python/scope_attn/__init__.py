@@ -5,14 +5,16 @@
     >>> state = scope_attn.State()                                                     # one per layer and CFG branch
     >>> out = scope_attn.attention(q, k, v, rope=(24, 20, 20), target_density=0.2, state=state)
 
-attention() is all that most callers need; Plan is what it makes of a shape and a method. `python -m scope_attn.doctor` says
-what this machine can do.
+attention() is all that most callers need; Plan is what it makes of a shape and a method. enable(pipe) does it all for a
+pipeline of diffusers. `python -m scope_attn.doctor` says what this machine can do.
 """
 from ._c_api import ScopeError, ScopeRuntimeError, ScopeTypeError, ScopeValueError
 from ._functions import (Method, Model, Setting, attend_selected, attention, head_budget, methods, models, pack_bits, select, settings,
                          supports, unpack_bits)
+from ._pipelines import disable, enable, receipt
 from ._plan import Context, HeadStats, Plan, Reason, Selection, State, Stats
+from ._receipt import Call, Receipt
 
-__all__ = ["Context", "HeadStats", "Method", "Model", "Plan", "Reason", "ScopeError", "ScopeRuntimeError", "ScopeTypeError",
-           "ScopeValueError", "Selection", "Setting", "State", "Stats", "attend_selected", "attention", "head_budget", "methods", "models",
-           "pack_bits", "select", "settings", "supports", "unpack_bits"]
+__all__ = ["Call", "Context", "HeadStats", "Method", "Model", "Plan", "Reason", "Receipt", "ScopeError", "ScopeRuntimeError",
+           "ScopeTypeError", "ScopeValueError", "Selection", "Setting", "State", "Stats", "attend_selected", "attention", "disable",
+           "enable", "head_budget", "methods", "models", "pack_bits", "receipt", "select", "settings", "supports", "unpack_bits"]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel without CUDA, installs it into an empty virtual environment, and runs the package's tests there with the PyTorch
-# and pytest of another: run.sh PYTORCH_VENV
+# Builds the wheel without CUDA, installs it into an empty virtual environment, and runs the package's tests there with the PyTorch,
+# diffusers and pytest of another: run.sh PYTORCH_VENV. Those of diffusers run a second time with the oldest version that we know.
 set -euo pipefail
 pytorch=$(realpath "$1")
 cd "$(dirname "$0")/../.."
@@ -28,4 +28,11 @@ $pytorch/bin/python - "$(echo venv/lib/python3*/site-packages)/pytorch.pth" <<'P
 import sys, sysconfig
 open(sys.argv[1], "w").write(sysconfig.get_paths()["purelib"] + "\n")
 PATHS
-exec $python -m pytest -q -p no:cacheprovider ../../tests/python_package
+venv/bin/pip install -q transformers peft  # diffusers' pipelines and LoRA
+$python -m pytest -q -p no:cacheprovider ../../tests/python_package
+# The same packages, but for diffusers and what that cannot work with.
+python3 -m venv --without-pip oldest
+cat venv/lib/python3*/site-packages/pytorch.pth >"$(echo oldest/lib/python3*/site-packages)/packages.pth"
+realpath venv/lib/python3*/site-packages >>"$(echo oldest/lib/python3*/site-packages)/packages.pth"
+venv/bin/pip --python oldest/bin/python install -q diffusers==0.36.0
+oldest/bin/python -m pytest -q -p no:cacheprovider -W ignore ../../tests/python_package/test_diffusers.py

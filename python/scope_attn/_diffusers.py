@@ -1,0 +1,417 @@
+"""Pipelines of diffusers: which layers call us, where a call stands in a video, and what becomes of it.
+
+Each video self-attention keeps its own processor, inside one that hands the layer's ticket to the attention backend "scope" in the
+place of the mask. The backend, or in a compiled graph one operator, finds the layer by its ticket, and the rest is the host's.
+"""
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import time
+import warnings
+import weakref
+from typing import Any, NamedTuple, Optional
+
+import torch
+from diffusers.models import attention_dispatch
+
+from . import _functions, _torch
+from ._plan import Plan, Reason, State, Stats, text_of
+from ._receipt import Call, Receipt
+
+EXPERTS = "transformer", "transformer_2"
+MAX_TEXTS = 4  # branches of a pipeline that does not name them
+
+
+class Family(NamedTuple):
+    """What we know of a transformer class of diffusers."""
+
+    rows: str  # how the names of its models() begin
+    rope: Any  # of a transformer: its channels along T, H and W
+    layers: Any  # of a transformer: its self-attentions, first to last
+    joint_text: bool  # text stands behind the video's tokens
+
+
+FAMILIES = {
+    "WanTransformer3DModel": Family("wan", lambda model: (model.rope.t_dim, model.rope.h_dim, model.rope.w_dim),
+                                    lambda model: [block.attn1 for block in model.blocks], False),
+    "HunyuanVideoTransformer3DModel": Family("hunyuanvideo", lambda model: tuple(model.config.rope_axes_dim),
+                                             lambda model: [block.attn for block in
+                                                            (*model.transformer_blocks, *model.single_transformer_blocks)], True),
+}
+
+
+class Place(NamedTuple):
+    """Where one pass through a transformer stands in a video."""
+
+    step: int
+    steps: int
+    branch: str
+    text_tokens: int  # behind the video's
+    lengths: Optional[list[int]]  # valid text tokens of each sample
+
+
+class Enabled:
+    """What hangs on an enabled pipeline: it can be neither copied nor pickled."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("an enabled pipeline holds states of this process: call scope_attn.disable(pipe), copy or pickle it, and enable "
+                        "both again")
+
+
+class Expert(Enabled):
+    """One transformer: its states by branch and layer, which live as long as it is the one that runs."""
+
+    def __init__(self, name: str, family: Family):
+        self.name, self.family = name, family
+        self.branch: Optional[str] = None  # that the pipeline named
+        self.clear()
+
+    def clear(self):
+        self.place: Optional[Place] = None
+        self.states: dict[str, dict[int, State]] = {}
+        self.texts: dict[str, torch.Tensor] = {}  # by branch, where the pipeline names none
+        self.lengths: dict[str, tuple[torch.Tensor, list[int]]] = {}  # by branch: a mask, and what was read from it
+
+    def branch_of(self, text: torch.Tensor) -> str:
+        """By the pipeline's name, else by the text itself."""
+        if self.branch is not None:
+            return self.branch
+        for branch, known in self.texts.items():
+            if known is text:
+                return branch
+        if len(self.texts) == MAX_TEXTS:
+            oldest = next(iter(self.texts))
+            for kept in (self.texts, self.states, self.lengths):
+                kept.pop(oldest, None)
+        branch = f"text {int(next(reversed(self.texts), 'text -1').split()[1]) + 1}"
+        self.texts[branch] = text
+        return branch
+
+    def text_lengths(self, branch: str, mask: torch.Tensor) -> list[int]:
+        """Valid text tokens, read once for each mask: diffusers counts them, wherever they stand, and so do we."""
+        if branch not in self.lengths or self.lengths[branch][0] is not mask:
+            self.lengths[branch] = mask, [int(count) for count in mask.sum(1).tolist()]
+        return self.lengths[branch][1]
+
+
+class Run(Enabled):
+    """What enable() made of a pipeline."""
+
+    def __init__(self, pipe, family, method, model, settings, rope, min_tokens, strict):
+        self.pipe, self.scheduler = weakref.ref(pipe), pipe.scheduler
+        self.family, self.method, self.model, self.rope = family, method, model, rope
+        self.texts = tuple(f"{name}={text_of(value)}" for name, value in settings.items())
+        self.settings, self.min_tokens, self.strict = settings, min_tokens, strict
+        self.shares_branches = any(row.name == method and row.shares_branches for row in _functions.methods())
+        self.experts: list[Expert] = []
+        self.hooks: list[Any] = []
+        self.timesteps: Any = None  # of the video that runs; another object is another video
+        self.warned = False
+        self.receipt = self.new_receipt(0)
+
+    def new_receipt(self, steps: int) -> Receipt:
+        return Receipt(method=self.method, model=self.model, rope=self.rope, settings=dict(self.settings), min_tokens=self.min_tokens,
+                       steps=steps)
+
+    @torch.compiler.disable
+    def begin(self, expert: Expert, transformer, args, kwargs):
+        """Before each pass through a transformer."""
+        pipe = self.pipe()
+        self.scheduler = self.scheduler if pipe is None else pipe.scheduler
+        first = getattr(self.scheduler, "begin_index", None) or 0  # above 0: video to video
+        index = getattr(self.scheduler, "step_index", None)
+        step, steps = (first if index is None else index) - first, len(self.scheduler.timesteps) - first
+        place = expert.place
+        if self.timesteps is not self.scheduler.timesteps or (place is not None and step < place.step):
+            self.timesteps, self.receipt = self.scheduler.timesteps, self.new_receipt(steps)
+            for every in self.experts:
+                every.clear()
+        for other in self.experts:
+            if other is not expert and other.states:
+                other.clear()
+        argument = lambda name, at: kwargs[name] if name in kwargs else args[at] if len(args) > at else None
+        text = argument("encoder_hidden_states", 2)
+        branch = expert.branch_of(text)
+        lengths, text_tokens = None, 0
+        if self.family.joint_text:
+            text_tokens, lengths = text.shape[1], expert.text_lengths(branch, argument("encoder_attention_mask", 3))
+        expert.place = Place(min(step, steps - 1), steps, branch, text_tokens, lengths)
+        for index, attn in enumerate(self.family.layers(transformer)):
+            if not isinstance(attn.processor, Processor):
+                self.refuse(RuntimeError(f"layer {index} of {expert.name}: its processor was replaced by a {type(attn.processor).__name__} "
+                                         "since enable(); call scope_attn.disable(pipe) and scope_attn.enable(pipe) again"))
+
+    def refuse(self, error: Exception):
+        """Raises it, or in lenient mode warns of the first."""
+        if self.strict:
+            raise error
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"scope_attn: the pipeline's own attention runs in the place of sparse calls: {error}", stacklevel=3)
+
+
+_numbers = itertools.count()
+processors: weakref.WeakValueDictionary[int, Processor] = weakref.WeakValueDictionary()
+
+
+class Processor(Enabled):
+    """In the place of a layer's own processor, which it calls with our backend.
+
+    The parameters are named because diffusers passes those alone that it finds in the signature.
+    """
+
+    # set_attention_backend and enable_parallelism look for these two, and set them: the backend is that of dense calls.
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, own, run: Run, expert: Expert, layer: int):
+        self.own, self.run, self.expert, self.layer = own, run, expert, layer
+        self.routed = copy.copy(own)
+        self.routed._attention_backend, self.routed._parallel_config = BACKEND, None
+        self._attention_backend, self._parallel_config = own._attention_backend, getattr(own, "_parallel_config", None)
+        number = next(_numbers)
+        processors[number] = self
+        self.ticket = _torch.ticket(number)
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None, image_rotary_emb=None):
+        rotation = image_rotary_emb if rotary_emb is None else rotary_emb
+        return self.routed(attn, hidden_states, encoder_hidden_states, (self.ticket, attention_mask), rotation)
+
+    def restored(self):
+        """The layer's own processor, with the backend that was chosen meanwhile."""
+        for name in ("_attention_backend", "_parallel_config"):
+            if getattr(self, name) is not getattr(self.own, name, None):
+                setattr(self.own, name, getattr(self, name))
+        return self.own
+
+    def attend(self, q, k, v, mask, scale):
+        """softmax(scale q k) v for [batch, tokens, heads, dim]: sparse, or by the pipeline's own attention."""
+        place = self.expert.place
+        if place is None:
+            raise RuntimeError(f"{self.expert.name}: its layers were called without it; call the transformer itself")
+        clock = Clock(q)
+        out, why, stats = None, "", None
+        tokens = q.shape[1] - place.text_tokens
+        if tokens < self.run.min_tokens:
+            why = f"{tokens:,} tokens, min_tokens is {self.run.min_tokens:,}"
+        else:
+            try:
+                out, why, stats = self.sparse(q, k, v, mask, scale, place, tokens)
+            except (ValueError, TypeError, RuntimeError) as error:
+                self.run.refuse(error)
+                why = f"refused: {error}"
+        if out is None:
+            out = attention_dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=self._attention_backend)
+        self.run.receipt.calls.append(Call(self.expert.name, self.layer, place.step, place.branch, why, stats, clock.stop()))
+        return out
+
+    def sparse(self, q, k, v, mask, scale, place, tokens):
+        """What came out (None: the schedule says dense), why it is dense, and statistics."""
+        run = self.run
+        if self._parallel_config is not None:
+            raise RuntimeError("context parallelism is not supported yet; call scope_attn.disable(pipe) before enable_parallelism()")
+        if mask is not None and not run.family.joint_text:
+            raise ValueError(f"attention_mask: layer {self.layer} got one, and {type(self.own).__name__} has none when it is not causal")
+        text = {}
+        if run.family.joint_text:
+            lengths = [tokens + length for length in place.lengths]
+            behind = packed_text(q.shape[0], q.shape[1], tokens)
+            text = dict(q_lengths=lengths, k_lengths=lengths, keep=behind, dense_queries=behind)
+        plan = _functions.plan_for(_torch, q, k, True, bool(text), run.method, run.model, run.rope, run.texts)
+        at = dict(layer=self.layer, step=place.step, steps=place.steps)
+        reason = plan.reason(**at)
+        if reason is not Reason.SPARSE and not plan.clusters(**at):
+            return None, WHY[reason], None
+        states = self.expert.states.setdefault("" if run.shares_branches else place.branch, {})
+        state = states.setdefault(self.layer, State())
+        stats = Stats()
+        out = plan.run(q, k, v, state=state, layout="BNHD", scale=scale or 0.0, stats=stats, **at, **text)
+        return out, WHY[stats.reason], stats
+
+
+WHY = {Reason.SPARSE: "", Reason.DENSE_METHOD: "the method is dense", Reason.DENSE_LAYER: "the layer is below dense_layers",
+       Reason.DENSE_STEP: "the step is within dense_steps", Reason.DENSE_LAST_STEP: "the step is within dense_last_steps",
+       Reason.DENSE_NOTHING: "no query or no key takes part in selection", Reason.DENSE_OTHER: "the library says so"}
+
+
+@functools.lru_cache(maxsize=16)
+def packed_text(batch: int, tokens: int, video: int) -> torch.Tensor:
+    """The text behind a video's tokens as a mask: every query sees it, and it sees everything."""
+    text = torch.zeros(batch, tokens, dtype=torch.bool)
+    text[:, video:] = True
+    return _torch.pack_bits(text)
+
+
+class Clock:
+    """How long a call takes: seconds on the CPU, two events on a GPU, which nobody waits for."""
+
+    def __init__(self, q: torch.Tensor):
+        self.events: Any = None
+        if q.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self.events[0].record()
+        self.start = time.perf_counter()
+
+    def stop(self) -> Any:
+        if self.events is None:
+            return time.perf_counter() - self.start
+        self.events[1].record()
+        return self.events
+
+
+# ---- the attention backend, and the operator that stands for it in compiled graphs
+
+# The ticket is said to change, so that torch.compile neither drops, repeats nor reorders calls.
+_torch._library.define("layer_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) ticket, Tensor? mask, float? scale) -> Tensor",
+                       tags=_torch._tags)
+
+
+@torch.library.impl(_torch._library, "layer_attention", "CompositeExplicitAutograd")
+def _layer_attention(q, k, v, ticket, mask, scale):
+    out, like = processor_of(ticket).attend(q, k, v, mask, scale), torch.empty_like(q)
+    return out if out.stride() == like.stride() else like.copy_(out)
+
+
+torch.library.register_fake("scope_attn::layer_attention", lambda q, *rest: torch.empty_like(q), lib=_torch._library)
+_operator = torch.ops.scope_attn.layer_attention.default
+
+
+def processor_of(ticket) -> Processor:
+    return processors[ticket.item()]
+
+
+def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, _parallel_config=None):
+    """The attention backend "scope"."""
+    if not isinstance(attn_mask, tuple):
+        raise RuntimeError('the attention backend "scope" is for layers that scope_attn.enable(pipe) found: choose the backend of dense '
+                           'calls by set_attention_backend("native"), and call scope_attn.enable(pipe)')
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise RuntimeError("q, k, v: they require gradients, and sparse attention has no backward pass; use torch.no_grad(), or "
+                           "scope_attn.disable(pipe) to train")
+    ticket, mask = attn_mask
+    if torch.compiler.is_compiling():
+        return _operator(query, key, value, ticket, mask, scale)
+    return processor_of(ticket).attend(query, key, value, mask, scale)
+
+
+def register_backend():
+    """A name of ours in diffusers' list of backends, which is an enumeration."""
+    names = attention_dispatch.AttentionBackendName
+    name = str.__new__(names, "scope")
+    name._name_, name._value_ = "SCOPE", "scope"
+    names._member_map_["SCOPE"] = names._value2member_map_["scope"] = name
+    attention_dispatch._AttentionBackendRegistry.register(name)(attend)
+    return name
+
+
+BACKEND = register_backend()
+
+
+# ---- what users call
+
+def transformers_of(pipe) -> dict[str, Any]:
+    """A pipeline's transformers by name, without the wrapper of torch.compile."""
+    found = {name: getattr(pipe, name, None) for name in EXPERTS}
+    return {name: getattr(model, "_orig_mod", model) for name, model in found.items() if model is not None}
+
+
+def processors_of(pipe) -> list[tuple[Any, Processor]]:
+    """Every enabled self-attention and its processor."""
+    return [(attn, attn.processor) for model in transformers_of(pipe).values() if type(model).__name__ in FAMILIES
+            for attn in FAMILIES[type(model).__name__].layers(model) if isinstance(attn.processor, Processor)]
+
+
+def family_of(pipe) -> Family:
+    models = transformers_of(pipe)
+    if not models or not hasattr(pipe, "scheduler"):
+        raise TypeError(f"pipe: got {type(pipe).__name__}, expected a diffusers pipeline with a video transformer and a scheduler")
+    for name, model in models.items():
+        known = FAMILIES.get(type(model).__name__)
+        if known is None:
+            causal = getattr(getattr(model, "config", None), "num_frame_per_block", 1) > 1
+            raise TypeError(f"pipe.{name}: got {type(model).__name__}{', which is causal here' if causal else ''}, expected one of "
+                            f"{', '.join(FAMILIES)}")
+    return known
+
+
+def row_of(pipe, family: Family, model, rope, layers: int) -> str:
+    """The row of models() that is most like this transformer: rho and schedule are its."""
+    config = model.config
+    second = getattr(pipe, "transformer_2", None) is not None or getattr(getattr(pipe, "config", None), "expand_timesteps", False)
+    from_image = config.in_channels != (config.out_channels or config.in_channels)
+
+    def likeness(row):
+        return (row.rope == rope, row.layers == layers, row.heads == config.num_attention_heads,
+                row.name.startswith("wan2.2") == bool(second), ("i2v" in row.name) == from_image)
+
+    return max((row for row in _functions.models() if row.name.startswith(family.rows)), key=likeness).name
+
+
+def enable(pipe, method, target_density, min_tokens, strict, model, settings):
+    family = family_of(pipe)
+    if processors_of(pipe):
+        raise RuntimeError("pipe: it is enabled already; call scope_attn.disable(pipe) first")
+    if min_tokens < 0:
+        raise ValueError(f"min_tokens: got {min_tokens}, expected 0 or more")
+    models = transformers_of(pipe)
+    some = next(iter(models.values()))
+    rope, layers = family.rope(some), family.layers(some)
+    for name, transformer in models.items():
+        for layer, attn in enumerate(family.layers(transformer)):
+            if not hasattr(attn.processor, "_attention_backend"):
+                raise TypeError(f"pipe.{name}: layer {layer} has a {type(attn.processor).__name__}, expected a processor that attends "
+                                "through diffusers' backends")
+    settings = {"state_dtype": "bf16", **settings}
+    if target_density is not None:
+        settings["target_density"] = target_density
+    model = model or row_of(pipe, family, some, rope, len(layers))
+    heads, dim = some.config.num_attention_heads, some.config.attention_head_dim
+    Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, rope=rope, method=method, model=model, **settings)  # refuses
+    run = Run(pipe, family, method, model, settings, rope, min_tokens, strict)
+    for name, transformer in models.items():
+        expert = Expert(name, family)
+        run.experts.append(expert)
+        run.hooks.append(transformer.register_forward_pre_hook(functools.partial(run.begin, expert), with_kwargs=True))
+        note_branches(transformer, expert)
+        for layer, attn in enumerate(family.layers(transformer)):
+            attn.set_processor(Processor(attn.processor, run, expert, layer))
+
+
+def note_branches(transformer, expert: Expert):
+    """Tells the expert what the pipeline calls the branch that runs."""
+    reference, own = weakref.ref(transformer), type(transformer).cache_context
+
+    @contextlib.contextmanager
+    def cache_context(name, **where):
+        expert.branch = name
+        try:
+            with own(reference(), name, **where):
+                yield
+        finally:
+            expert.branch = None
+
+    transformer.cache_context = cache_context
+
+
+def run_of(pipe) -> Run:
+    enabled = processors_of(pipe)
+    if not enabled:
+        raise RuntimeError("pipe: it is not enabled; call scope_attn.enable(pipe) first")
+    return enabled[0][1].run
+
+
+def disable(pipe):
+    run = run_of(pipe)
+    for attn, processor in processors_of(pipe):
+        attn.set_processor(processor.restored())
+    for hook in run.hooks:
+        hook.remove()
+    for transformer in transformers_of(pipe).values():
+        del transformer.cache_context
+
+
+def receipt(pipe) -> Receipt:
+    return run_of(pipe).receipt

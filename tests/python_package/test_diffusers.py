@@ -1,0 +1,456 @@
+"""enable, disable and receipt on tiny random pipelines of diffusers: equal to the untouched pipeline at density 1, and refusals."""
+import copy
+import gc
+import json
+import pickle
+import re
+import threading
+import types
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import scope_attn
+
+pytest.importorskip("diffusers")
+import diffusers  # noqa: E402
+import tiny_pipelines as tiny  # noqa: E402
+
+KINDS = {
+    "wan2.1": (tiny.wan, tiny.make_wan),
+    "wan2.2": (lambda: tiny.wan(experts=2), tiny.make_wan),
+    "wan2.2-ti2v": (lambda: tiny.wan(expand_timesteps=True), tiny.make_wan),
+    "hunyuan": (tiny.hunyuan, tiny.make_hunyuan),
+    "hunyuan-i2v": (lambda: tiny.hunyuan(image_condition_type="token_replace"), tiny.make_hunyuan),
+}
+SPARSE = dict(target_density=0.2, min_tokens=0)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+def self_attentions(pipe):
+    for transformer in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+        if transformer is not None:
+            yield from (module for name, module in transformer.named_modules() if re.fullmatch(r"(single_)?(transformer_)?blocks\.\d+\.attn1?", name))
+
+
+def test_density_one_and_restored(kind):
+    """Every key kept, batch 2: the untouched pipeline to rounding. Disabled: its bits, and its processors."""
+    make, run = kind
+    pipe = make()
+    attributes = {name: set(vars(model)) for name, model in pipe.components.items() if isinstance(model, torch.nn.Module)}
+    own = [attn.processor for attn in self_attentions(pipe)]
+    assert len(own) in (3, 6)
+    untouched = run(pipe, batch=2)
+    scope_attn.enable(pipe, target_density=1, min_tokens=0)
+    out = run(pipe, batch=2)
+    assert 0 < (out - untouched).abs().max() < 1e-5
+    calls = scope_attn.receipt(pipe).calls
+    assert len(calls) == 2 * tiny.STEPS * 3, "layers of one transformer, two branches"
+    assert all(call.density == 1 for call in calls) and any(call.sparse for call in calls)
+    scope_attn.disable(pipe)
+    assert all(attn.processor is processor for attn, processor in zip(self_attentions(pipe), own))
+    assert {name: set(vars(getattr(pipe, name))) - {"_diffusers_hook"} for name in attributes} == attributes  # cache_context leaves that
+    assert (run(pipe, batch=2) == untouched).all()
+
+
+def test_sparse(kind):
+    """It differs, the receipt says so, and the next video is the same."""
+    make, run = kind
+    pipe = make()
+    untouched = run(pipe)
+    scope_attn.enable(pipe, **SPARSE)
+    out = run(pipe)
+    assert (out - untouched).abs().max() > 1e-3
+    receipt = scope_attn.receipt(pipe)
+    sparse = [call for call in receipt.calls if call.sparse]
+    assert all(abs(call.density - 0.2) < 0.03 for call in sparse) and abs(receipt.density - 0.2) < 0.01
+    assert {call.branch for call in sparse} == {"cond", "uncond"}
+    first = {}
+    for call in sparse:
+        assert call.stats.warm == ((call.expert, call.branch, call.layer) in first)
+        first[call.expert, call.branch, call.layer] = call
+    assert (run(pipe) == out).all()
+    assert scope_attn.receipt(pipe) is not receipt and len(scope_attn.receipt(pipe).calls) == len(receipt.calls)
+    other = run(pipe, seed=1)
+    assert (run(pipe) == out).all() and (other != out).any()
+
+
+def test_schedule():
+    """A fifth of Wan's steps and layer 0; the prefix rounds down, so that four steps have none."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    for steps, dense in ((4, 0), (5, 1), (9, 1), (10, 2)):
+        tiny.make_wan(pipe, steps=steps)
+        receipt = scope_attn.receipt(pipe)
+        assert {call.step for call in receipt.calls if "dense_steps" in call.why} == set(range(dense))
+        assert {call.step for call in receipt.calls} == set(range(steps)) and receipt.settings["steps"] == steps
+        assert {call.layer for call in receipt.calls if "dense_layers" in call.why} == {0}
+        assert all(call.sparse for call in receipt.calls if call.layer > 0 and call.step >= dense)
+    scope_attn.disable(pipe)
+    scope_attn.enable(pipe, dense_layers=0, dense_steps=0, dense_last_steps=0.4, **SPARSE)
+    tiny.make_wan(pipe)
+    assert {call.step for call in scope_attn.receipt(pipe).calls if call.sparse} == {0, 1, 2}
+
+
+def test_rows():
+    """rho and schedule are those of the library's rows."""
+    for make, row in ((tiny.wan, "wan2.1-t2v-14b"), (lambda: tiny.wan(experts=2), "wan2.2-a14b"), (tiny.hunyuan, "hunyuanvideo-13b")):
+        pipe = make()
+        scope_attn.enable(pipe)
+        assert scope_attn.receipt(pipe).settings["model"] == row
+    pipe = tiny.wan()
+    pipe.transformer = tiny.wan_transformer(in_channels=8)
+    scope_attn.enable(pipe)
+    assert scope_attn.receipt(pipe).settings["model"] == "wan2.1-i2v-14b"
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, model="wan2.1-14b-distilled", **SPARSE)
+    tiny.make_wan(pipe)
+    assert not any("dense_steps" in call.why for call in scope_attn.receipt(pipe).calls)
+
+
+def test_warm_prefix():
+    """Where a row says so, dense steps cluster, and the first sparse call is warm."""
+    pipe = tiny.hunyuan()
+    scope_attn.enable(pipe, dense_steps=0.2, **SPARSE)
+    untouched = tiny.make_hunyuan(tiny.hunyuan(), steps=5)
+    out = tiny.make_hunyuan(pipe)
+    assert (out != untouched).any()
+    assert all(call.stats.warm for call in scope_attn.receipt(pipe).calls if call.sparse)
+
+
+def test_experts():
+    """Each has its calls, and the states of the one that is done are gone."""
+    pipe = tiny.wan(experts=2)
+    scope_attn.enable(pipe, **SPARSE)
+    held = []
+
+    def look(pipe, step, timestep, kwargs):
+        experts = pipe.transformer.blocks[0].attn1.processor.run.experts
+        held.append([sum(len(layers) for layers in expert.states.values()) for expert in experts])
+        return kwargs
+
+    tiny.make_wan(pipe, steps=8, callback_on_step_end=look)
+    calls = scope_attn.receipt(pipe).calls
+    last = max(call.step for call in calls if call.expert == "transformer")
+    assert 0 < last < 7 and {call.step for call in calls if call.expert == "transformer_2"} == set(range(last + 1, 8))
+    assert held == [[0, 0]] + [[4, 0]] * last + [[0, 4]] * (7 - last), "two layers, two branches"
+
+
+def test_branches_without_names():
+    """A pipeline that names no branches: they are told apart by their text."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, dense_steps=0, **SPARSE)
+    latents, *texts = torch.randn(1, 4, 4, 16, 16), torch.randn(1, 6, 16), torch.randn(1, 6, 16)
+    pipe.scheduler.set_timesteps(3)
+    with torch.no_grad():
+        for timestep in pipe.scheduler.timesteps:
+            for text in texts:
+                noise = pipe.transformer(hidden_states=latents, timestep=timestep[None], encoder_hidden_states=text).sample
+            latents = pipe.scheduler.step(noise, timestep, latents).prev_sample
+    calls = scope_attn.receipt(pipe).calls
+    assert [call.branch for call in calls if call.layer == 2] == ["text 0", "text 1"] * 3
+    assert [call.stats.warm for call in calls if call.layer == 2] == [False] * 2 + [True] * 4
+    with torch.no_grad():
+        for _ in range(9):  # texts that never come back do not pile up
+            pipe.transformer(hidden_states=latents, timestep=timestep[None], encoder_hidden_states=torch.randn(1, 6, 16))
+    assert len(pipe.transformer.blocks[0].attn1.processor.expert.states) <= 4
+
+
+def test_text_mask():
+    """Padding text does not matter, and text that is not padding does."""
+    pipe = tiny.hunyuan()
+    scope_attn.enable(pipe, **SPARSE)
+    text, pooled, latents = torch.randn(1, 10, 16), torch.randn(1, 8), torch.randn(1, 4, 4, 16, 16)
+    mask = torch.arange(10)[None] < 7
+    make = lambda text: pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, prompt_attention_mask=mask, latents=latents, height=128,
+                             width=128, num_frames=13, num_inference_steps=3, output_type="latent").frames
+    out = make(text)
+    padding, words = text.clone(), text.clone()
+    padding[:, 7:] += 1
+    words[:, 6] += 1
+    assert (make(padding) - out).abs().max() < 1e-5 < (make(words) - out).abs().max()
+
+
+def test_min_tokens():
+    pipe = tiny.wan()
+    untouched = tiny.make_wan(pipe)
+    scope_attn.enable(pipe, target_density=0.2)
+    assert (tiny.make_wan(pipe) == untouched).all()
+    receipt = scope_attn.receipt(pipe)
+    assert {call.why for call in receipt.calls} == {"256 tokens, min_tokens is 4,096"} and receipt.density is None
+    scope_attn.disable(pipe)
+    scope_attn.enable(pipe, target_density=0.2, min_tokens=256)
+    assert (tiny.make_wan(pipe) != untouched).any()
+
+
+def test_receipt(tmp_path):
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    assert "no calls yet" in str(scope_attn.receipt(pipe))
+    tiny.make_wan(pipe)
+    receipt = scope_attn.receipt(pipe)
+    text = str(receipt)
+    assert "30 self-attention calls" in text and re.search(r"16 calls +\d+\.\d\d s  sparse, mean density 0\.2", text), text
+    assert re.search(r"4 calls .* dense: the step is within dense_steps", text) and "target_density=0.2" in text
+    receipt.to_json(tmp_path / "receipt.json")
+    saved = json.loads((tmp_path / "receipt.json").read_text())
+    assert saved["method"] == "scope" and saved["rope"] == [8, 8, 8] and len(saved["calls"]) == 30
+    assert all(0 < call["seconds"] < 5 for call in saved["calls"]) and sum(call["warm"] for call in saved["calls"]) == 12
+
+
+def test_cache():
+    """FirstBlockCache: the layers that it skips make no calls, and at density 1 nothing else changes."""
+    from diffusers import FirstBlockCacheConfig
+    pipe = tiny.wan()
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+    cached = tiny.make_wan(pipe)
+    scope_attn.enable(pipe, target_density=1, min_tokens=0)
+    out = tiny.make_wan(pipe)
+    calls = scope_attn.receipt(pipe).calls
+    assert (out - cached).abs().max() < 1e-5
+    assert len([call for call in calls if call.layer == 0]) == 10 > len([call for call in calls if call.layer == 1]) > 0
+    scope_attn.disable(pipe)
+    assert (tiny.make_wan(pipe) == cached).all()
+    pipe.transformer.disable_cache()
+    assert (tiny.make_wan(pipe) != cached).any()
+
+
+def test_lora_and_fused_projections():
+    pytest.importorskip("peft")
+    from peft import LoraConfig
+    pipe = tiny.wan()
+    plain = tiny.make_wan(pipe)
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
+    untouched = tiny.make_wan(pipe)
+    assert (untouched != plain).any()
+    scope_attn.enable(pipe, target_density=1, min_tokens=0)
+    assert (tiny.make_wan(pipe) - untouched).abs().max() < 1e-5
+    pipe.transformer.disable_adapters()
+    assert (tiny.make_wan(pipe) - plain).abs().max() < 1e-5
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, target_density=1, min_tokens=0)
+    pipe.transformer.fuse_qkv_projections()
+    assert (tiny.make_wan(pipe) - plain).abs().max() < 1e-5
+    assert any(call.sparse for call in scope_attn.receipt(pipe).calls)
+
+
+def test_compiled():
+    """compile_repeated_blocks(fullgraph=True): one graph for twelve layers, the bits of eager ones, and disabled again."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    pipe = tiny.wan()
+    pipe.transformer = tiny.wan_transformer(layers=12)
+    untouched = tiny.make_wan(pipe)
+    scope_attn.enable(pipe, **SPARSE)
+    eager = tiny.make_wan(pipe)
+    graphs = CompileCounterWithBackend("aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of diffusers' own code
+        pipe.transformer.compile_repeated_blocks(fullgraph=True, backend=graphs)
+        assert (tiny.make_wan(pipe) == eager).all()
+        assert graphs.frame_count == 1
+        assert len(scope_attn.receipt(pipe).calls) == 2 * 12 * tiny.STEPS
+        assert (tiny.make_wan(pipe) == eager).all()
+        scope_attn.disable(pipe)
+        assert (tiny.make_wan(pipe) == untouched).all()
+
+
+def test_backends_of_dense_calls():
+    """Dense calls go where the pipeline sends its attention, during and after."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    native = tiny.make_wan(pipe)
+    pipe.transformer.set_attention_backend("_native_math")
+    try:
+        assert (tiny.make_wan(pipe) != native).any()
+        scope_attn.disable(pipe)
+        assert pipe.transformer.blocks[1].attn1.processor._attention_backend.value == "_native_math"
+        scope_attn.enable(pipe, **SPARSE)
+        pipe.transformer.set_attention_backend("scope")
+        with pytest.raises(RuntimeError, match='the attention backend "scope" is for layers that'):
+            tiny.make_wan(pipe)
+    finally:
+        pipe.transformer.set_attention_backend("native")
+    scope_attn.disable(pipe)
+    assert pipe.transformer.blocks[1].attn1.processor._attention_backend.value == "native"
+
+
+def test_save_and_load(tmp_path):
+    pipe = tiny.wan()
+    untouched = tiny.make_wan(pipe)
+    scope_attn.enable(pipe, **SPARSE)
+    tiny.make_wan(pipe)
+    pipe.save_pretrained(tmp_path)
+    loaded = diffusers.WanPipeline.from_pretrained(tmp_path, tokenizer=None, text_encoder=None, vae=None, transformer_2=None)
+    loaded.set_progress_bar_config(disable=True)
+    assert all((weight == pipe.transformer.state_dict()[name]).all() for name, weight in loaded.transformer.state_dict().items())
+    assert (tiny.make_wan(loaded) - untouched).abs().max() < 1e-5  # its weights lie at other addresses, and sums depend on that
+    scope_attn.enable(loaded, target_density=1, min_tokens=0)
+    assert (tiny.make_wan(loaded) - untouched).abs().max() < 1e-5
+
+
+def test_copies():
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    out = tiny.make_wan(pipe)
+    for copied in (lambda: copy.deepcopy(pipe.transformer), lambda: pickle.dumps(pipe.transformer)):
+        with pytest.raises(TypeError, match=r"disable\(pipe\), copy or pickle it"):
+            copied()
+    scope_attn.disable(pipe)
+    second = copy.deepcopy(pipe)
+    scope_attn.enable(second, **SPARSE)
+    assert (tiny.make_wan(second) == out).all()
+
+
+def test_shared_transformer():
+    """Another pipeline around the same transformer is enabled with it, and outlives the first."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    out = tiny.make_wan(pipe)
+    second = diffusers.WanPipeline(**pipe.components)
+    second.set_progress_bar_config(disable=True)
+    with pytest.raises(RuntimeError, match="enabled already"):
+        scope_attn.enable(second)
+    del pipe
+    gc.collect()
+    assert (tiny.make_wan(second) == out).all()
+    scope_attn.disable(second)
+    assert (tiny.make_wan(second) != out).any()
+
+
+def test_another_scheduler():
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    tiny.make_wan(pipe)
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    tiny.make_wan(pipe, steps=6)
+    assert {call.step for call in scope_attn.receipt(pipe).calls} == set(range(6))
+
+
+def test_memory_is_given_back():
+    """No cycle of ours keeps a pipeline alive."""
+    pipe = tiny.wan()
+    weight = weakref.ref(pipe.transformer.proj_out.weight)
+    scope_attn.enable(pipe, **SPARSE)
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_thread():
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    expected, found = tiny.make_wan(pipe), []
+    worker = threading.Thread(target=lambda: found.append(tiny.make_wan(pipe)))
+    worker.start()
+    worker.join()
+    assert (found[0] == expected).all()
+
+
+def test_refusals():
+    pipe = tiny.wan()
+    for wrong, message in ((pipe.transformer, "got WanTransformer3DModel, expected a diffusers pipeline"), (None, "got NoneType"),
+                           (types.SimpleNamespace(transformer=torch.nn.Linear(1, 1), scheduler=None), "got Linear, expected one of WanTr")):
+        with pytest.raises(TypeError, match=message):
+            scope_attn.enable(wrong)
+    causal = types.SimpleNamespace(scheduler=pipe.scheduler, transformer=diffusers.SkyReelsV2Transformer3DModel(
+        num_attention_heads=1, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=8, ffn_dim=8, num_layers=1,
+        num_frame_per_block=2))
+    with pytest.raises(TypeError, match="got SkyReelsV2Transformer3DModel, which is causal here"):
+        scope_attn.enable(causal)
+    with pytest.raises(scope_attn.ScopeValueError, match="densty"):
+        scope_attn.enable(pipe, densty=0.2)
+    with pytest.raises(scope_attn.ScopeValueError, match='target_density: got "2"'):
+        scope_attn.enable(pipe, target_density=2)
+    with pytest.raises(scope_attn.ScopeValueError, match="wan9"):
+        scope_attn.enable(pipe, model="wan9")
+    with pytest.raises(ValueError, match="min_tokens: got -1"):
+        scope_attn.enable(pipe, min_tokens=-1)
+    for ask in (scope_attn.disable, scope_attn.receipt):
+        with pytest.raises(RuntimeError, match="it is not enabled"):
+            ask(pipe)
+    own = pipe.transformer.blocks[1].attn1.processor
+    pipe.transformer.blocks[1].attn1.processor = lambda *args: None
+    with pytest.raises(TypeError, match="layer 1 has a function, expected a processor that attends through"):
+        scope_attn.enable(pipe)
+    pipe.transformer.blocks[1].attn1.processor = own
+    assert not hasattr(pipe.transformer.blocks[0].attn1.processor, "run"), "nothing was changed"
+    scope_attn.enable(pipe, **SPARSE)
+    with pytest.raises(RuntimeError, match=r"enabled already; call scope_attn.disable\(pipe\)"):
+        scope_attn.enable(pipe)
+    pipe.transformer.blocks[1].attn1.set_processor(own)
+    with pytest.raises(RuntimeError, match="layer 1 of transformer: its processor was replaced by a WanAttnProcessor"):
+        tiny.make_wan(pipe)
+
+
+def test_refused_calls():
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, dense_steps=0, **SPARSE)
+    inputs = dict(hidden_states=torch.randn(1, 4, 4, 16, 16), timestep=torch.ones(1), encoder_hidden_states=torch.randn(1, 6, 16))
+    with pytest.raises(RuntimeError, match="q, k, v: they require gradients"):
+        pipe.transformer(**inputs)
+    pipe.transformer.blocks[1].attn1.processor._parallel_config = object()  # as enable_parallelism does
+    with torch.no_grad(), pytest.raises(RuntimeError, match="context parallelism is not supported"):
+        pipe.transformer(**inputs)
+    pipe.transformer.blocks[1].attn1.processor._parallel_config = None
+    layer = pipe.transformer.blocks[1].attn1
+    with torch.no_grad(), pytest.raises(ValueError, match="attention_mask: layer 1 got one"):
+        layer(torch.randn(1, 256, 48), attention_mask=torch.ones(256, 256, dtype=torch.bool))
+
+
+def test_lenient():
+    """What cannot run sparse raises; without `strict` it warns once, runs dense, and the receipt says why."""
+    def make(strict):
+        pipe = tiny.wan()
+        pipe.transformer.double()
+        scope_attn.enable(pipe, strict=strict, **SPARSE)
+        return tiny.make_wan(pipe), scope_attn.receipt(pipe)
+
+    with pytest.raises(TypeError, match="q: got torch.float64"):
+        make(strict=True)
+    with pytest.warns(UserWarning, match="own attention runs in the place of sparse calls: q: got torch.float64") as caught:
+        out, receipt = make(strict=False)
+    assert len([warning for warning in caught if "scope_attn" in str(warning.message)]) == 1
+    assert not any(call.sparse for call in receipt.calls)
+    assert all(call.why.startswith("refused: q: got torch.float64") for call in receipt.calls)
+    pipe = tiny.wan()
+    pipe.transformer.double()
+    assert (out == tiny.make_wan(pipe)).all()
+
+
+def test_quick_start(monkeypatch, tmp_path, capsys):
+    """The lines of docs/diffusers.md as they stand, with a tiny pipeline in the place of the download."""
+    page = (Path(__file__).parents[2] / "docs" / "diffusers.md").read_text()
+    code, = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    class Tiny:
+        def __init__(self):
+            self.pipe = tiny.wan()
+
+        def __getattr__(self, name):
+            return getattr(self.pipe, name)
+
+        def to(self, device):
+            return self
+
+        def __call__(self, prompt, height, width, num_frames):
+            return types.SimpleNamespace(frames=tiny.make_wan(self.pipe, side=512))  # 4,096 tokens
+
+    monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", lambda name, torch_dtype: Tiny())
+    monkeypatch.setattr("diffusers.utils.export_to_video", lambda frames, path, fps: None)
+    exec(code, {})
+    said = capsys.readouterr().out
+    assert re.search(r"16 calls .* sparse, mean density 0\.2", said), said
+    for line in ("self-attention calls", "dense: the layer is below dense_layers", "dense: the step is within dense_steps"):
+        assert line in said and line in page, "the page shows what is printed"
