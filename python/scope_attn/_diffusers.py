@@ -132,7 +132,7 @@ class Run(Enabled):
         for other in self.experts:
             if other is not expert and other.states:
                 other.clear()
-        argument = lambda name, at: kwargs[name] if name in kwargs else args[at] if len(args) > at else None
+        argument = lambda name, at: kwargs[name] if name in kwargs else args[at]
         text = argument("encoder_hidden_states", 2)
         branch = expert.branch_of(text)
         lengths, text_tokens = None, 0
@@ -192,8 +192,7 @@ class Processor(Enabled):
         place = self.expert.place
         if place is None:
             raise RuntimeError(f"{self.expert.name}: its layers were called without it; call the transformer itself")
-        clock = Clock(q)
-        out, why, stats = None, "", None
+        start, out, why, stats = now(q), None, "", None
         tokens = q.shape[1] - place.text_tokens
         if tokens < self.run.min_tokens:
             why = f"{tokens:,} tokens, min_tokens is {self.run.min_tokens:,}"
@@ -205,7 +204,7 @@ class Processor(Enabled):
                 why = f"refused: {error}"
         if out is None:
             out = attention_dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=self._attention_backend)
-        self.run.receipt.calls.append(Call(self.expert.name, self.layer, place.step, place.branch, why, stats, clock.stop()))
+        self.run.receipt.calls.append(Call(self.expert.name, self.layer, place.step, place.branch, why, stats, (start, now(q))))
         return out
 
     def sparse(self, q, k, v, mask, scale, place, tokens):
@@ -229,6 +228,8 @@ class Processor(Enabled):
         state = states.setdefault(self.layer, State())
         stats = Stats()
         out = plan.run(q, k, v, state=state, layout="BNHD", scale=scale or 0.0, stats=stats, **at, **text)
+        if place.step == place.steps - 1 and not run.shares_branches:
+            del states[self.layer]  # the VAE, which comes next, needs the memory
         return out, WHY[stats.reason], stats
 
 
@@ -245,21 +246,13 @@ def packed_text(batch: int, tokens: int, video: int) -> torch.Tensor:
     return _torch.pack_bits(text)
 
 
-class Clock:
-    """How long a call takes: seconds on the CPU, two events on a GPU, which nobody waits for."""
-
-    def __init__(self, q: torch.Tensor):
-        self.events: Any = None
-        if q.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self.events[0].record()
-        self.start = time.perf_counter()
-
-    def stop(self) -> Any:
-        if self.events is None:
-            return time.perf_counter() - self.start
-        self.events[1].record()
-        return self.events
+def now(q: torch.Tensor) -> Any:
+    """Seconds on the CPU, an event on a GPU, which nobody waits for."""
+    if not q.is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(q.device))
+    return event
 
 
 # ---- the attention backend, and the operator that stands for it in compiled graphs
@@ -329,12 +322,11 @@ def family_of(pipe) -> Family:
     if not models or not hasattr(pipe, "scheduler"):
         raise TypeError(f"pipe: got {type(pipe).__name__}, expected a diffusers pipeline with a video transformer and a scheduler")
     for name, model in models.items():
-        known = FAMILIES.get(type(model).__name__)
-        if known is None:
+        if type(model).__name__ not in FAMILIES:
             causal = getattr(getattr(model, "config", None), "num_frame_per_block", 1) > 1
             raise TypeError(f"pipe.{name}: got {type(model).__name__}{', which is causal here' if causal else ''}, expected one of "
                             f"{', '.join(FAMILIES)}")
-    return known
+    return FAMILIES[type(model).__name__]
 
 
 def row_of(pipe, family: Family, model, rope, layers: int) -> str:

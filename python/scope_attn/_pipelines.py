@@ -30,6 +30,6 @@ def disable(pipe: Any) -> None:
 
 
 def receipt(pipe: Any) -> Receipt:
-    """What every self-attention call of an enabled pipeline's latest video did. Print it, or call its to_json(path)."""
+    """What every self-attention call of an enabled pipeline's latest video did. Print it, or call its to_json(path) or report(path)."""
     from . import _diffusers
     return _diffusers.receipt(pipe)

@@ -1,11 +1,16 @@
 """What the attention calls of one video did."""
 from __future__ import annotations
 
+import base64
 import collections
 import dataclasses
+import io
 import json
 import os
+from pathlib import Path
 from typing import Any, Optional, Union
+
+SHEET_SIDE = 4096  # pixels; browsers hold images of 16,384 at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +23,7 @@ class Call:
     branch: str
     why: str  # it ran dense; "": it ran sparse
     stats: Any  # of a call that the library ran; None: the pipeline's own attention did
-    _time: Any  # seconds, or two CUDA events
+    times: Any  # when it began and ended: in seconds, or as CUDA events
 
     @property
     def sparse(self) -> bool:
@@ -31,19 +36,23 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        if isinstance(self._time, float):
-            return self._time
-        start, end = self._time
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return between(*self.times)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(expert=self.expert, layer=self.layer, step=self.step, branch=self.branch, sparse=self.sparse, why=self.why,
                     warm=bool(self.sparse and self.stats.warm), density=self.density, seconds=self.seconds)
 
 
+def between(start: Any, end: Any) -> float:
+    """Seconds."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 class Receipt:
-    """Every self-attention call of the latest video: `calls`, a summary when printed, to_json().
+    """Every self-attention call of a video: `calls`, a summary when printed, to_json(), report().
 
     Nothing here waits for the GPU until it is looked at.
     """
@@ -66,9 +75,54 @@ class Receipt:
             json.dump(self.to_dict(), file, indent=1)
             file.write("\n")
 
+    def report(self, path: Union[str, os.PathLike], frames: Any = None, fps: float = 16):
+        """Writes the page of `scope report`: times, density and k_head by layer and step, settings, and the clip if it is given.
+
+        frames: what the pipeline gave for one video: images, or an array [frames, height, width, 3] of numbers from 0 to 1.
+        """
+        from . import _c_api
+        if not self.calls:
+            raise ValueError("receipt: there were no calls yet")
+        sheets, (count, height, width), columns, per_sheet = draw_sheets(frames)
+        data = dict(version=_c_api.library().version().decode(), title="What every attention call did", frames=count, width=width,
+                    height=height, fps=fps, skip=0, columns=columns, per_sheet=per_sheet, clusters=[],
+                    runs=[dict(name=self.settings["method"], density=self.density, quality=None, run=self._run(), sheets=sheets)])
+        page = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
+        # "<" would let a name end the script that holds the JSON.
+        Path(path).write_text(page.replace("/*DATA*/", json.dumps(data).replace("<", "\\u003c"), 1), encoding="utf-8")
+
+    def _run(self) -> dict[str, Any]:
+        """As `scope generate` writes run.json: for each step a cell for every branch and layer."""
+        told = dict(self.settings)
+        rows = list(dict.fromkeys((call.branch, call.layer) for call in sorted(self.calls, key=lambda call: call.layer)))
+        rows.sort(key=lambda row: row[0])  # branch after branch
+        cells = {(call.step, call.branch, call.layer): call for call in self.calls}
+
+        def cell(step, branch, layer):
+            call, name = cells.get((step, branch, layer)), f"{branch}, layer {layer}"
+            if call is None or call.why:
+                return dict(name=name, dense=True, density=1, k_head=[], why=f"dense: {call.why}" if call else "skipped by a cache")
+            heads = call.stats.heads
+            return dict(name=name, dense=False, density=call.density, k_head=[head.k_head for head in heads],
+                        head_density=[head.density for head in heads])
+
+        parts = dict(dense_prefix=0.0, sparse_attention=0.0, selection=0.0)
+        for call in self.calls:
+            stages = call.stats.seconds if call.sparse else {}
+            selection = sum(stages.get(stage, 0.0) for stage in ("group", "encode", "score", "select"))
+            selection = 0.0 if selection != selection else selection  # NaN: a GPU does not tell stages apart
+            parts["selection"] += selection
+            parts["sparse_attention" if call.sparse else "dense_prefix"] += call.seconds - selection
+        total = between(self.calls[0].times[0], self.calls[-1].times[1])
+        seconds = dict(total=total, **parts, rest=max(0.0, total - sum(parts.values())))
+        return dict(method=told["method"], model=told["model"], steps=told["steps"], rope=list(told["rope"]), min_tokens=told["min_tokens"],
+                    settings=told["settings"], seconds=seconds,
+                    layers=[[cell(step, *row) for row in rows] for step in sorted({call.step for call in self.calls})])
+
     def __str__(self) -> str:
         told = self.settings["settings"]
-        lines = [f"{self.settings['method']} ({', '.join(f'{name}={value}' for name, value in told.items())}), schedule of {self.settings['model']}"]
+        choices = ", ".join(f"{name}={value}" for name, value in told.items())
+        lines = [f"{self.settings['method']} ({choices}), schedule of {self.settings['model']}"]
         if not self.calls:
             return "\n".join([*lines, "no calls yet"])
         rows: dict[tuple[str, str], list[Call]] = collections.defaultdict(list)
@@ -83,3 +137,29 @@ class Receipt:
 
     def __repr__(self) -> str:
         return f"<Receipt of {len(self.calls)} calls; print it>"
+
+
+def draw_sheets(frames: Any):
+    """A clip as PNG sheets in data URIs; its frames, height and width; frames in a row, and on a sheet."""
+    if frames is None:
+        return [], (0, 1, 1), 1, 1
+    import numpy
+    from PIL import Image
+    pictures = numpy.stack([numpy.asarray(frame) for frame in frames])
+    if pictures.ndim != 4 or pictures.shape[3] != 3:
+        raise ValueError(f"frames: got shape {list(pictures.shape)}, expected [frames, height, width, 3]; pass one video, such as frames[0]")
+    if pictures.dtype != numpy.uint8:
+        pictures = (pictures.clip(0, 1) * 255).round().astype(numpy.uint8)
+    count, height, width, _ = pictures.shape
+    columns = min(count, max(1, SHEET_SIDE // width))
+    per_sheet = columns * max(1, SHEET_SIDE // height)
+    uris = []
+    for first in range(0, count, per_sheet):
+        some = pictures[first:first + per_sheet]
+        sheet = Image.new("RGB", (columns * width, -(-len(some) // columns) * height))
+        for i, picture in enumerate(some):
+            sheet.paste(Image.fromarray(picture), (i % columns * width, i // columns * height))
+        png = io.BytesIO()
+        sheet.save(png, "PNG")
+        uris.append("data:image/png;base64," + base64.b64encode(png.getvalue()).decode())
+    return uris, (count, height, width), columns, per_sheet

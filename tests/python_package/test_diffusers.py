@@ -37,7 +37,8 @@ def kind(request):
 def self_attentions(pipe):
     for transformer in (pipe.transformer, getattr(pipe, "transformer_2", None)):
         if transformer is not None:
-            yield from (module for name, module in transformer.named_modules() if re.fullmatch(r"(single_)?(transformer_)?blocks\.\d+\.attn1?", name))
+            yield from (module for name, module in transformer.named_modules()
+                        if re.fullmatch(r"(single_)?(transformer_)?blocks\.\d+\.attn1?", name))
 
 
 def test_density_one_and_restored(kind):
@@ -140,7 +141,7 @@ def test_experts():
     calls = scope_attn.receipt(pipe).calls
     last = max(call.step for call in calls if call.expert == "transformer")
     assert 0 < last < 7 and {call.step for call in calls if call.expert == "transformer_2"} == set(range(last + 1, 8))
-    assert held == [[0, 0]] + [[4, 0]] * last + [[0, 4]] * (7 - last), "two layers, two branches"
+    assert held == [[0, 0]] + [[4, 0]] * last + [[0, 4]] * (6 - last) + [[0, 0]], "two layers, two branches; none after the last step"
 
 
 def test_branches_without_names():
@@ -160,7 +161,7 @@ def test_branches_without_names():
     with torch.no_grad():
         for _ in range(9):  # texts that never come back do not pile up
             pipe.transformer(hidden_states=latents, timestep=timestep[None], encoder_hidden_states=torch.randn(1, 6, 16))
-    assert len(pipe.transformer.blocks[0].attn1.processor.expert.states) <= 4
+    assert len(pipe.transformer.blocks[0].attn1.processor.expert.states) == 4
 
 
 def test_text_mask():
@@ -203,6 +204,30 @@ def test_receipt(tmp_path):
     saved = json.loads((tmp_path / "receipt.json").read_text())
     assert saved["method"] == "scope" and saved["rope"] == [8, 8, 8] and len(saved["calls"]) == 30
     assert all(0 < call["seconds"] < 5 for call in saved["calls"]) and sum(call["warm"] for call in saved["calls"]) == 12
+
+
+def test_report(tmp_path):
+    """The page of `scope report`, with the clip and without one."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    with pytest.raises(ValueError, match="no calls yet"):
+        scope_attn.receipt(pipe).report(tmp_path / "page.html")
+    tiny.make_wan(pipe)
+    receipt = scope_attn.receipt(pipe)
+    receipt.report(tmp_path / "plain.html")
+    receipt.report(tmp_path / "clip.html", frames=torch.rand(3, 16, 24, 3).numpy(), fps=8)
+    plain, clip = (json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / name).read_text(), re.DOTALL)[1])
+                   for name in ("plain.html", "clip.html"))
+    run = plain["runs"][0]["run"]
+    assert plain["frames"] == 0 and [len(step) for step in run["layers"]] == [6] * 5
+    assert [cell["dense"] for cell in run["layers"][1]] == [True, False, False] * 2 and len(run["layers"][1][1]["k_head"]) == 2
+    assert run["layers"][0][4]["name"] == "uncond, layer 1" and run["layers"][0][4]["why"] == "dense: the step is within dense_steps"
+    seconds = run["seconds"]
+    assert all(value > 0 for value in seconds.values())
+    assert abs(seconds["total"] - sum(value for name, value in seconds.items() if name != "total")) < 1e-6
+    assert (clip["frames"], clip["height"], clip["width"], clip["columns"], len(clip["runs"][0]["sheets"])) == (3, 16, 24, 3, 1)
+    with pytest.raises(ValueError, match="pass one video"):
+        receipt.report(tmp_path / "clip.html", frames=torch.rand(1, 3, 16, 24, 3).numpy())
 
 
 def test_cache():
