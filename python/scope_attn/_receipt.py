@@ -147,7 +147,8 @@ def draw_sheets(frames: Any):
     from PIL import Image
     pictures = numpy.stack([numpy.asarray(frame) for frame in frames])
     if pictures.ndim != 4 or pictures.shape[3] != 3:
-        raise ValueError(f"frames: got shape {list(pictures.shape)}, expected [frames, height, width, 3]; pass one video, such as frames[0]")
+        raise ValueError(f"frames: got shape {list(pictures.shape)}, expected [frames, height, width, 3]; pass one video, such as "
+                         "frames[0]")
     if pictures.dtype != numpy.uint8:
         pictures = (pictures.clip(0, 1) * 255).round().astype(numpy.uint8)
     count, height, width, _ = pictures.shape

@@ -1,21 +1,34 @@
 """Pipelines of diffusers with tiny random transformers, and their inputs: no text encoder, no VAE, latents out."""
+import os
+
 import torch
 from diffusers import (FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel, UniPCMultistepScheduler,
                        WanPipeline, WanTransformer3DModel)
 
-STEPS = 5  # the first of which attends densely
+DEVICE = os.environ.get("SCOPE_TEST_DEVICE", "cpu")
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+ROUNDING = 1e-5 if DEVICE == "cpu" else 0.1  # how far two ways of the same sums may be apart at the end of a video
+STEPS = 5  # of which Wan attends densely in the first
 
 
-def wan_transformer(seed=0, layers=3, **config):
+def randn(*shape, generator=None):
+    return torch.randn(*shape, generator=generator).to(DEVICE, DTYPE)
+
+
+def ready(transformer):
+    return transformer.eval().to(DEVICE, DTYPE)
+
+
+def wan_transformer(seed=0, layers=3, in_channels=4):
     torch.manual_seed(seed)
-    return WanTransformer3DModel(**{**dict(patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=24, in_channels=4, out_channels=4,
-                                           text_dim=16, freq_dim=32, ffn_dim=64, num_layers=layers), **config}).eval()
+    return ready(WanTransformer3DModel(patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=24, in_channels=in_channels,
+                                       out_channels=4, text_dim=16, freq_dim=32, ffn_dim=64, num_layers=layers))
 
 
 def wan(experts=1, **config):
-    second = wan_transformer(seed=1) if experts == 2 else None
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=scheduler, transformer=wan_transformer(), transformer_2=second,
+    pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=wan_transformer(),
+                       scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+                       transformer_2=wan_transformer(seed=1) if experts == 2 else None,
                        boundary_ratio=0.9 if experts == 2 else None, **config)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -24,31 +37,28 @@ def wan(experts=1, **config):
 def make_wan(pipe, batch=1, seed=0, steps=STEPS, side=128, **options):
     """Latents of 4x16x16, 256 tokens, at 128 pixels."""
     generator = torch.Generator().manual_seed(seed)
-    text, negative = torch.randn(2, batch, 6, 16, generator=generator)
+    text, negative = randn(2, batch, 6, 16, generator=generator)
     return pipe(prompt_embeds=text, negative_prompt_embeds=negative, height=side, width=side, num_frames=13, num_inference_steps=steps,
                 generator=generator, output_type="latent", **options).frames
 
 
-def hunyuan_transformer(**config):
-    torch.manual_seed(2)
-    return HunyuanVideoTransformer3DModel(**{**dict(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=24, num_layers=2, num_single_layers=1,
-        num_refiner_layers=1, patch_size=2, text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 10, 10)), **config}).eval()
-
-
 def hunyuan(**config):
-    pipe = HunyuanVideoPipeline(text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None, vae=None,
-                                transformer=hunyuan_transformer(**config), scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0))
+    torch.manual_seed(2)
+    transformer = ready(HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=24, num_layers=2, num_single_layers=1,
+        num_refiner_layers=1, patch_size=2, text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 10, 10), **config))
+    pipe = HunyuanVideoPipeline(text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None, vae=None, transformer=transformer,
+                                scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def make_hunyuan(pipe, batch=1, seed=0, steps=STEPS, **options):
+def make_hunyuan(pipe, batch=1, seed=0, steps=STEPS):
     """Latents of 4x16x16, 256 tokens, and 10 of text, of which the last are padding, in the second sample more than in the first."""
     generator = torch.Generator().manual_seed(seed)
-    text, negative = torch.randn(2, batch, 10, 16, generator=generator)
-    pooled = torch.randn(2, batch, 8, generator=generator)
-    mask = torch.arange(10)[None] < torch.tensor([7, 4])[:batch, None]
+    text, negative = randn(2, batch, 10, 16, generator=generator)
+    pooled = randn(2, batch, 8, generator=generator)
+    mask = (torch.arange(10)[None] < torch.tensor([7, 4])[:batch, None]).to(DEVICE)
     return pipe(prompt_embeds=text, pooled_prompt_embeds=pooled[0], prompt_attention_mask=mask, negative_prompt_embeds=negative,
-                negative_pooled_prompt_embeds=pooled[1], negative_prompt_attention_mask=mask.flip(0), true_cfg_scale=2.0, height=128, width=128,
-                num_frames=13, num_inference_steps=steps, generator=generator, output_type="latent", **options).frames
+                negative_pooled_prompt_embeds=pooled[1], negative_prompt_attention_mask=mask.flip(0), true_cfg_scale=2.0, height=128,
+                width=128, num_frames=13, num_inference_steps=steps, generator=generator, output_type="latent").frames
