@@ -29,6 +29,7 @@ import sys, sysconfig
 open(sys.argv[1], "w").write(sysconfig.get_paths()["purelib"] + "\n")
 PATHS
 venv/bin/pip install -q transformers peft  # diffusers' pipelines and LoRA
+export OMP_NUM_THREADS=1                   # PyTorch's threads spin while the library's work
 $python -m pytest -q -p no:cacheprovider ../../tests/python_package
 # The same packages, but for diffusers and what that cannot work with.
 python3 -m venv --without-pip oldest

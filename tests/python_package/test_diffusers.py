@@ -18,6 +18,7 @@ import scope_attn
 pytest.importorskip("diffusers")
 import diffusers  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
+from diffusers.models.attention_dispatch import AttentionBackendName  # noqa: E402
 
 KINDS = {
     "wan2.1": (tiny.wan, tiny.make_wan),
@@ -164,8 +165,24 @@ def test_branches_without_names():
     assert len(pipe.transformer.blocks[0].attn1.processor.expert.states) == 4
 
 
+def test_part_of_the_steps():
+    """Video to video begins later: its first step is step 0."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    latents, text = tiny.randn(1, 4, 4, 16, 16), tiny.randn(1, 6, 16)
+    pipe.scheduler.set_timesteps(8, device=tiny.DEVICE)
+    pipe.scheduler.set_begin_index(3)
+    with torch.no_grad():
+        for timestep in pipe.scheduler.timesteps[3:]:
+            noise = pipe.transformer(latents, timestep[None], text).sample  # by position, too
+            latents = pipe.scheduler.step(noise, timestep, latents).prev_sample
+    receipt = scope_attn.receipt(pipe)
+    assert [call.step for call in receipt.calls if call.layer == 1] == [0, 1, 2, 3, 4] and receipt.settings["steps"] == 5
+    assert [call.sparse for call in receipt.calls if call.layer == 1] == [False] + [True] * 4
+
+
 def test_text_mask():
-    """Padding text does not matter, and text that is not padding does."""
+    """Padding text does not matter, and text that is not padding does: every query sees it, and it sees everything."""
     pipe = tiny.hunyuan()
     scope_attn.enable(pipe, **SPARSE)
     text, pooled, latents = tiny.randn(1, 10, 16), tiny.randn(1, 8), tiny.randn(1, 4, 4, 16, 16)
@@ -173,6 +190,10 @@ def test_text_mask():
     make = lambda text: pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, prompt_attention_mask=mask, latents=latents, height=128,
                              width=128, num_frames=13, num_inference_steps=3, output_type="latent").frames
     out = make(text)
+    for call in scope_attn.receipt(pipe).calls:
+        if call.sparse:
+            pairs = 256 * (call.density * 256 + 7) + 7 * (256 + 7)
+            assert abs(call.stats.total_density - pairs / (256 + 7) ** 2) < 1e-4
     padding, words = text.clone(), text.clone()
     padding[:, 7:] += 1
     words[:, 6] += 1
@@ -292,9 +313,11 @@ def test_backends_of_dense_calls():
     pipe = tiny.wan()
     scope_attn.enable(pipe, **SPARSE)
     native = tiny.make_wan(pipe)
+    pipe.transformer.blocks[0].attn1.processor._attention_backend = AttentionBackendName("_native_math")
+    assert (tiny.make_wan(pipe) != native).any()
     pipe.transformer.set_attention_backend("_native_math")
     try:
-        assert (tiny.make_wan(pipe) != native).any()
+        tiny.make_wan(pipe)
         scope_attn.disable(pipe)
         assert pipe.transformer.blocks[1].attn1.processor._attention_backend.value == "_native_math"
         scope_attn.enable(pipe, **SPARSE)
