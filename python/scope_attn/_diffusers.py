@@ -23,6 +23,7 @@ from ._receipt import Call, Receipt
 
 EXPERTS = "transformer", "transformer_2"
 MAX_TEXTS = 4  # branches of a pipeline that does not name them
+PARALLEL = "context parallelism is not supported yet: each rank would choose among its own tokens; call scope_attn.disable(pipe)"
 
 
 class Family(NamedTuple):
@@ -203,7 +204,8 @@ class Processor(Enabled):
                 self.run.refuse(error)
                 why = f"refused: {error}"
         if out is None:
-            out = attention_dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=self._attention_backend)
+            out = attention_dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=self._attention_backend,
+                                                           parallel_config=self._parallel_config)
         self.run.receipt.calls.append(Call(self.expert.name, self.layer, place.step, place.branch, why, stats, (start, now(q))))
         return out
 
@@ -211,7 +213,7 @@ class Processor(Enabled):
         """What came out (None: the schedule says dense), why it is dense, and statistics."""
         run = self.run
         if self._parallel_config is not None:
-            raise RuntimeError("context parallelism is not supported yet; call scope_attn.disable(pipe) before enable_parallelism()")
+            raise RuntimeError(PARALLEL)
         if mask is not None and not run.family.joint_text:
             raise ValueError(f"attention_mask: layer {self.layer} got one, and {type(self.own).__name__} has none when it is not causal")
         text = {}
@@ -225,9 +227,10 @@ class Processor(Enabled):
         if reason is not Reason.SPARSE and not plan.clusters(**at):
             return None, WHY[reason], None
         states = self.expert.states.setdefault("" if run.shares_branches else place.branch, {})
-        state = states.setdefault(self.layer, State())
+        if self.layer not in states:
+            states[self.layer] = State()
         stats = Stats()
-        out = plan.run(q, k, v, state=state, layout="BNHD", scale=scale or 0.0, stats=stats, **at, **text)
+        out = plan.run(q, k, v, state=states[self.layer], layout="BNHD", scale=scale or 0.0, stats=stats, **at, **text)
         if place.step == place.steps - 1 and not run.shares_branches:
             del states[self.layer]  # the VAE, which comes next, needs the memory
         return out, WHY[stats.reason], stats
@@ -284,6 +287,8 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise RuntimeError("q, k, v: they require gradients, and sparse attention has no backward pass; use torch.no_grad(), or "
                            "scope_attn.disable(pipe) to train")
+    if is_causal or dropout_p:
+        raise ValueError(f"is_causal, dropout_p: got {is_causal}, {dropout_p}, expected neither: every token of a video sees all others")
     ticket, mask = attn_mask
     if torch.compiler.is_compiling():
         return _operator(query, key, value, ticket, mask, scale)
@@ -353,6 +358,8 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
     rope, layers = family.rope(some), family.layers(some)
     for name, transformer in models.items():
         for layer, attn in enumerate(family.layers(transformer)):
+            if getattr(attn.processor, "_parallel_config", None) is not None:
+                raise RuntimeError(f"pipe.{name}: {PARALLEL}")
             if not hasattr(attn.processor, "_attention_backend"):
                 raise TypeError(f"pipe.{name}: layer {layer} has a {type(attn.processor).__name__}, expected a processor that attends "
                                 "through diffusers' backends")

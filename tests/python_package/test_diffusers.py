@@ -18,7 +18,7 @@ import scope_attn
 pytest.importorskip("diffusers")
 import diffusers  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
-from diffusers.models.attention_dispatch import AttentionBackendName  # noqa: E402
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn  # noqa: E402
 
 KINDS = {
     "wan2.1": (tiny.wan, tiny.make_wan),
@@ -433,6 +433,10 @@ def test_refusals():
     with pytest.raises(TypeError, match="layer 1 has a function, expected a processor that attends through"):
         scope_attn.enable(pipe)
     pipe.transformer.blocks[1].attn1.processor = own
+    own._parallel_config = object()  # as enable_parallelism does
+    with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism is not supported"):
+        scope_attn.enable(pipe)
+    own._parallel_config = None
     assert not hasattr(pipe.transformer.blocks[0].attn1.processor, "run"), "nothing was changed"
     scope_attn.enable(pipe, **SPARSE)
     with pytest.raises(RuntimeError, match=r"enabled already; call scope_attn.disable\(pipe\)"):
@@ -453,6 +457,8 @@ def test_refused_calls():
         pipe.transformer(**inputs)
     pipe.transformer.blocks[1].attn1.processor._parallel_config = None
     layer = pipe.transformer.blocks[1].attn1
+    with pytest.raises(ValueError, match="is_causal, dropout_p: got True"):
+        dispatch_attention_fn(*tiny.randn(3, 1, 256, 2, 24), attn_mask=(layer.processor.ticket, None), is_causal=True, backend="scope")
     with torch.no_grad(), pytest.raises(ValueError, match="attention_mask: layer 1 got one"):
         layer(tiny.randn(1, 256, 48), attention_mask=torch.ones(256, 256, dtype=torch.bool, device=tiny.DEVICE))
 
