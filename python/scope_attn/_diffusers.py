@@ -23,7 +23,6 @@ from ._receipt import Call, Receipt
 
 EXPERTS = "transformer", "transformer_2"
 MAX_TEXTS = 4  # branches of a pipeline that does not name them
-PARALLEL = "context parallelism is not supported yet: each rank would choose among its own tokens; call scope_attn.disable(pipe)"
 
 
 class Family(NamedTuple):
@@ -101,21 +100,23 @@ class Expert(Enabled):
 class Run(Enabled):
     """What enable() made of a pipeline."""
 
-    def __init__(self, pipe, family, method, model, settings, rope, min_tokens, strict):
+    def __init__(self, pipe, family, method, model, settings, rope, min_tokens, strict, shares_rho):
         self.pipe, self.scheduler = weakref.ref(pipe), pipe.scheduler
         self.family, self.method, self.model, self.rope = family, method, model, rope
         self.texts = tuple(f"{name}={text_of(value)}" for name, value in settings.items())
-        self.settings, self.min_tokens, self.strict = settings, min_tokens, strict
+        self.settings, self.min_tokens, self.strict, self.shares_rho = settings, min_tokens, strict, shares_rho
         self.shares_branches = any(row.name == method and row.shares_branches for row in _functions.methods())
         self.experts: list[Expert] = []
         self.hooks: list[Any] = []
         self.timesteps: Any = None  # of the video that runs; another object is another video
         self.warned = False
-        self.receipt = self.new_receipt(0)
+        self.receipt = self.new_receipt(0, None)
 
-    def new_receipt(self, steps: int) -> Receipt:
+    def new_receipt(self, steps: int, parallel) -> Receipt:
+        ulysses = parallel and parallel.context_parallel_config
         return Receipt(method=self.method, model=self.model, rope=self.rope, settings=dict(self.settings), min_tokens=self.min_tokens,
-                       steps=steps)
+                       steps=steps, ranks=ulysses.ulysses_degree if ulysses else 1, rank=ulysses._ulysses_local_rank if ulysses else 0,
+                       rho_of_each_rank=bool(ulysses and self.shares_rho))
 
     @torch.compiler.disable
     def begin(self, expert: Expert, transformer, args, kwargs):
@@ -127,7 +128,8 @@ class Run(Enabled):
         step, steps = (first if index is None else index) - first, len(self.scheduler.timesteps) - first
         place = expert.place
         if self.timesteps is not self.scheduler.timesteps or (place is not None and step < place.step):
-            self.timesteps, self.receipt = self.scheduler.timesteps, self.new_receipt(steps)
+            parallel = getattr(self.family.layers(transformer)[0].processor, "_parallel_config", None)
+            self.timesteps, self.receipt = self.scheduler.timesteps, self.new_receipt(steps, parallel)
             for every in self.experts:
                 every.clear()
         for other in self.experts:
@@ -189,31 +191,46 @@ class Processor(Enabled):
         return self.own
 
     def attend(self, q, k, v, mask, scale):
-        """softmax(scale q k) v for [batch, tokens, heads, dim]: sparse, or by the pipeline's own attention."""
+        """softmax(scale q k) v for [batch, tokens, heads, dim], of which Ulysses gives this rank a share of the tokens.
+
+        It is attended to between two exchanges, with all tokens and a share of the heads; dense calls too, so that ranks of which one
+        falls back to dense exchange alike.
+        """
+        if self._parallel_config is None or why_not_parallel(self.run.family, self._parallel_config):
+            return self.attend_heads(q, k, v, mask, scale, self._parallel_config)
+
+        def forward(context, q, k, v, mask, *rest, **options):
+            return self.attend_heads(q, k, v, mask, scale, None)
+
+        return attention_dispatch._templated_context_parallel_attention(q, k, v, mask, scale=scale, forward_op=forward, backward_op=None,
+                                                                        _parallel_config=self._parallel_config)
+
+    def attend_heads(self, q, k, v, mask, scale, parallel):
+        """Sparse, or by the pipeline's own attention; `parallel`: the tokens are a share, which only the latter can do."""
         place = self.expert.place
         if place is None:
             raise RuntimeError(f"{self.expert.name}: its layers were called without it; call the transformer itself")
         start, out, why, stats = now(q), None, "", None
         tokens = q.shape[1] - place.text_tokens
-        if tokens < self.run.min_tokens:
-            why = f"{tokens:,} tokens, min_tokens is {self.run.min_tokens:,}"
-        else:
-            try:
+        try:
+            if parallel is not None:
+                raise RuntimeError(why_not_parallel(self.run.family, parallel))
+            if tokens < self.run.min_tokens:
+                why = f"{tokens:,} tokens, min_tokens is {self.run.min_tokens:,}"
+            else:
                 out, why, stats = self.sparse(q, k, v, mask, scale, place, tokens)
-            except (ValueError, TypeError, RuntimeError) as error:
-                self.run.refuse(error)
-                why = f"refused: {error}"
+        except (ValueError, TypeError, RuntimeError) as error:
+            self.run.refuse(error)
+            why = f"refused: {error}"
         if out is None:
             out = attention_dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=self._attention_backend,
-                                                           parallel_config=self._parallel_config)
+                                                           parallel_config=parallel)
         self.run.receipt.calls.append(Call(self.expert.name, self.layer, place.step, place.branch, why, stats, (start, now(q))))
         return out
 
     def sparse(self, q, k, v, mask, scale, place, tokens):
         """What came out (None: the schedule says dense), why it is dense, and statistics."""
         run = self.run
-        if self._parallel_config is not None:
-            raise RuntimeError(PARALLEL)
         if mask is not None and not run.family.joint_text:
             raise ValueError(f"attention_mask: layer {self.layer} got one, and {type(self.own).__name__} has none when it is not causal")
         text = {}
@@ -239,6 +256,18 @@ class Processor(Enabled):
 WHY = {Reason.SPARSE: "", Reason.DENSE_METHOD: "the method is dense", Reason.DENSE_LAYER: "the layer is below dense_layers",
        Reason.DENSE_STEP: "the step is within dense_steps", Reason.DENSE_LAST_STEP: "the step is within dense_last_steps",
        Reason.DENSE_NOTHING: "no query or no key takes part in selection", Reason.DENSE_OTHER: "the library says so"}
+
+
+def why_not_parallel(family: Family, parallel) -> str:
+    """Why layers with this configuration of diffusers cannot be sparse; "": they can."""
+    if family.joint_text:
+        return ("context parallelism: diffusers has no plan for HunyuanVideo, whose text stands behind the video's tokens; run it on one "
+                "rank, or leave it dense")
+    ring = parallel.context_parallel_config.ring_degree
+    if ring > 1:
+        return (f"context parallelism: got ring_degree={ring}, expected ulysses_degree alone: in a ring a rank sees the keys piece by "
+                "piece, and choosing among them takes all; use ContextParallelConfig(ulysses_degree=...), or leave the pipeline dense")
+    return ""
 
 
 @functools.lru_cache(maxsize=16)
@@ -358,8 +387,9 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
     rope, layers = family.rope(some), family.layers(some)
     for name, transformer in models.items():
         for layer, attn in enumerate(family.layers(transformer)):
-            if getattr(attn.processor, "_parallel_config", None) is not None:
-                raise RuntimeError(f"pipe.{name}: {PARALLEL}")
+            parallel = getattr(attn.processor, "_parallel_config", None)
+            if parallel is not None and why_not_parallel(family, parallel):
+                raise RuntimeError(f"pipe.{name}: {why_not_parallel(family, parallel)}")
             if not hasattr(attn.processor, "_attention_backend"):
                 raise TypeError(f"pipe.{name}: layer {layer} has a {type(attn.processor).__name__}, expected a processor that attends "
                                 "through diffusers' backends")
@@ -368,8 +398,10 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
         settings["target_density"] = target_density
     model = model or row_of(pipe, family, some, rope, len(layers))
     heads, dim = some.config.num_attention_heads, some.config.attention_head_dim
-    Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, rope=rope, method=method, model=model, **settings)  # refuses
-    run = Run(pipe, family, method, model, settings, rope, min_tokens, strict)
+    plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, rope=rope, method=method, model=model, **settings)  # refuses
+    shares_rho = plan.setting("target_scope") == "sample" and (
+        plan.setting("rule") == "target" or any(plan.setting(name) != "none" for name in ("target_density", "density_steps")))
+    run = Run(pipe, family, method, model, settings, rope, min_tokens, strict, shares_rho)
     for name, transformer in models.items():
         expert = Expert(name, family)
         run.experts.append(expert)

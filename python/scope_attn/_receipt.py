@@ -123,6 +123,10 @@ class Receipt:
         told = self.settings["settings"]
         choices = ", ".join(f"{name}={value}" for name, value in told.items())
         lines = [f"{self.settings['method']} ({choices}), schedule of {self.settings['model']}"]
+        if self.settings["ranks"] > 1:
+            lines.append(f"rank {self.settings['rank']} of {self.settings['ranks']}, which attends with its own heads" +
+                         (": each rank meets the density over its own (target_scope=head: every head does, as on one rank)"
+                          if self.settings["rho_of_each_rank"] else ""))
         if not self.calls:
             return "\n".join([*lines, "no calls yet"])
         rows: dict[tuple[str, str], list[Call]] = collections.defaultdict(list)

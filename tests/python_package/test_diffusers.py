@@ -433,8 +433,8 @@ def test_refusals():
     with pytest.raises(TypeError, match="layer 1 has a function, expected a processor that attends through"):
         scope_attn.enable(pipe)
     pipe.transformer.blocks[1].attn1.processor = own
-    own._parallel_config = object()  # as enable_parallelism does
-    with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism is not supported"):
+    own._parallel_config = parallel(ring_degree=2)
+    with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism: got ring_degree=2, expected ulysses_degree alone"):
         scope_attn.enable(pipe)
     own._parallel_config = None
     assert not hasattr(pipe.transformer.blocks[0].attn1.processor, "run"), "nothing was changed"
@@ -446,14 +446,34 @@ def test_refusals():
         tiny.make_wan(pipe)
 
 
+def test_parallel_hunyuan():
+    """diffusers has no plan for it, whoever sets the configuration."""
+    pipe = tiny.hunyuan()
+    own = pipe.transformer.transformer_blocks[0].attn.processor
+    own._parallel_config = parallel(ulysses_degree=2)
+    with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism: diffusers has no plan for HunyuanVideo"):
+        scope_attn.enable(pipe)
+    own._parallel_config = None
+    scope_attn.enable(pipe, **SPARSE)
+    pipe.transformer.transformer_blocks[0].attn.processor._parallel_config = parallel(ulysses_degree=2)
+    with pytest.raises(RuntimeError, match="context parallelism: diffusers has no plan for HunyuanVideo"):
+        tiny.make_hunyuan(pipe)
+
+
+def parallel(ring_degree=1, ulysses_degree=1):
+    """What enable_parallelism gives to processors, where nothing gets as far as its ranks."""
+    return types.SimpleNamespace(context_parallel_config=types.SimpleNamespace(ring_degree=ring_degree, ulysses_degree=ulysses_degree,
+                                                                               _ulysses_local_rank=0))
+
+
 def test_refused_calls():
     pipe = tiny.wan()
     scope_attn.enable(pipe, dense_steps=0, **SPARSE)
     inputs = dict(hidden_states=tiny.randn(1, 4, 4, 16, 16), timestep=tiny.randn(1), encoder_hidden_states=tiny.randn(1, 6, 16))
     with pytest.raises(RuntimeError, match="q, k, v: they require gradients"):
         pipe.transformer(**inputs)
-    pipe.transformer.blocks[1].attn1.processor._parallel_config = object()  # as enable_parallelism does
-    with torch.no_grad(), pytest.raises(RuntimeError, match="context parallelism is not supported"):
+    pipe.transformer.blocks[1].attn1.processor._parallel_config = parallel(ring_degree=2)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="context parallelism: got ring_degree=2"):
         pipe.transformer(**inputs)
     pipe.transformer.blocks[1].attn1.processor._parallel_config = None
     layer = pipe.transformer.blocks[1].attn1

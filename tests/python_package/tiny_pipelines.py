@@ -19,25 +19,25 @@ def ready(transformer):
     return transformer.eval().to(DEVICE, DTYPE)
 
 
-def wan_transformer(seed=0, layers=3, in_channels=4):
+def wan_transformer(seed=0, layers=3, in_channels=4, heads=2):
     torch.manual_seed(seed)
-    return ready(WanTransformer3DModel(patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=24, in_channels=in_channels,
+    return ready(WanTransformer3DModel(patch_size=(1, 2, 2), num_attention_heads=heads, attention_head_dim=24, in_channels=in_channels,
                                        out_channels=4, text_dim=16, freq_dim=32, ffn_dim=64, num_layers=layers))
 
 
-def wan(experts=1, **config):
-    pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=wan_transformer(),
+def wan(experts=1, heads=2, **config):
+    pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=wan_transformer(heads=heads),
                        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-                       transformer_2=wan_transformer(seed=1) if experts == 2 else None,
+                       transformer_2=wan_transformer(seed=1, heads=heads) if experts == 2 else None,
                        boundary_ratio=0.9 if experts == 2 else None, **config)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def make_wan(pipe, batch=1, seed=0, steps=STEPS, side=128, **options):
+def make_wan(pipe, batch=1, seed=0, steps=STEPS, side=128, text_tokens=6, **options):
     """Latents of 4x16x16, 256 tokens, at 128 pixels."""
     generator = torch.Generator().manual_seed(seed)
-    text, negative = randn(2, batch, 6, 16, generator=generator)
+    text, negative = randn(2, batch, text_tokens, 16, generator=generator)
     return pipe(prompt_embeds=text, negative_prompt_embeds=negative, height=side, width=side, num_frames=13, num_inference_steps=steps,
                 generator=generator, output_type="latent", **options).frames
 
