@@ -497,6 +497,30 @@ void excess(const float* s, int64_t stride, int64_t rows, int64_t columns, float
   }
 }
 
+Masses weigh_dropped(float* row, int64_t n, float high, const uint32_t* kept) {
+  constexpr int64_t kChunk = 1024;  // keys between additions in f64
+  HWY_ALIGN int32_t lane_bits[L];
+  for (int64_t i = 0; i < L; ++i) lane_bits[i] = int32_t{1} << i;
+  const auto lane_bit = hn::Load(di, lane_bits);
+  for (int64_t j = n; j < round_up(n, L); ++j) row[j] = high - 1000;  // weighs nothing
+  Masses masses{};
+  for (int64_t first = 0; first < n; first += kChunk) {
+    V all = hn::Zero(df), dropped = hn::Zero(df);
+    for (int64_t j = first; j < HWY_MIN(n, first + kChunk); j += L) {
+      const V x = hn::Sub(hn::LoadU(df, row + j), hn::Set(df, high));
+      const V weight = exp2_below_127(hn::Mul(x, hn::Set(df, 1.44269504f)));
+      const auto keeps = hn::TestBit(hn::Set(di, static_cast<int32_t>(kept[j / 32] >> (j % 32))), lane_bit);
+      const V left = hn::IfThenZeroElse(hn::RebindMask(df, keeps), weight);
+      hn::StoreU(left, df, row + j);
+      all = hn::Add(all, weight);
+      dropped = hn::Add(dropped, left);
+    }
+    masses.all += static_cast<double>(hn::GetLane(hn::SumOfLanes(df, all)));
+    masses.dropped += static_cast<double>(hn::GetLane(hn::SumOfLanes(df, dropped)));
+  }
+  return masses;
+}
+
 void above(const float* row, int64_t n, float threshold, uint32_t* words) {
   const V limit = hn::Set(df, threshold);
   int64_t j = 0;
@@ -546,8 +570,8 @@ bool all_within(const RowsView& src, const int32_t* rows, int64_t count, float l
 #define SCOPE_NAME "portable"
 #endif
 
-const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack,    dot,    dot_wide, accumulate, argmax,
-                          add,        lookup, min_max,   bin,       moments, excess, above,    all_within};
+const Kernels kKernels = {SCOPE_NAME, kPanel, load_rows, store_row, pack,    dot,    dot_wide,      accumulate, argmax,
+                          add,        lookup, min_max,   bin,       moments, excess, weigh_dropped, above,      all_within};
 
 void pack_q_f32(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* out, int64_t stride) {
   base.load_rows(src, rows, count, static_cast<float*>(out), stride);

@@ -15,6 +15,10 @@ inline constexpr int64_t kMostPanel = 64;  // columns, of any instruction set
 // Keys that attend packs at a time; a multiple of every panel width.
 inline constexpr int64_t kKeyBlock = 256;
 
+struct Masses {
+  double all, dropped;
+};
+
 struct Kernels {
   const char* name;
   int64_t panel;  // columns of a packed panel
@@ -53,6 +57,9 @@ struct Kernels {
   // centre are readable up to the next multiple of the lanes; an exponent counts for 350 at most.
   void (*excess)(const float* s, int64_t stride, int64_t rows, int64_t columns, float scale, const float* centre,
                  const float* apart, const float* square, double* sums);
+  // row[j] = exp(row[j] - high), or 0 where bit j of kept is set; returns the sum of all weights and that of those left. The
+  // row is writable up to the next multiple of the lanes.
+  Masses (*weigh_dropped)(float* row, int64_t n, float high, const uint32_t* kept);
   // Bits of row[j] > threshold into words [ceil(n / 32)].
   void (*above)(const float* row, int64_t n, float threshold, uint32_t* words);
   // Whether every |x| <= limit; false for NaN.

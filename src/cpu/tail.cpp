@@ -19,6 +19,7 @@ struct Layout {
   float* sum;      // [threads, kScoreRows, padded dim]
   int32_t* a_key;  // [codes] the token of one key of each code; -1: it has none
   double* centre;  // [dim] the mean of the keys that take part
+  uint32_t* kept;  // [threads, words of the keys that take part]
 
   Layout(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t codes, int64_t* bytes = nullptr)
       : rows(arena, exec, count, dim) {
@@ -27,6 +28,7 @@ struct Layout {
     sum = arena.take<float>(threads * kScoreRows * padded_dim);
     a_key = arena.take<int32_t>(codes);
     centre = arena.take<double>(dim);
+    kept = arena.take<uint32_t>(threads * mask_words(count));
     if (bytes != nullptr) *bytes = arena.used();
   }
 };
@@ -184,28 +186,34 @@ class Mean {
     return mass;
   }
 
+  // A group's mask over the keys that take part, in their order.
+  const uint32_t* kept_of(int64_t group, int thread) const {
+    const int64_t n = proxy_.count;
+    const uint32_t* mask = args_.kept[head_] + group * mask_words(proxy_.k.tokens);
+    if (n == 0 || proxy_.rows[n - 1] == n - 1) return mask;  // every token up to the last
+    uint32_t* kept = at_.kept + thread * mask_words(n);
+    std::fill_n(kept, mask_words(n), 0u);
+    for (int64_t j = 0; j < n; ++j) {
+      if (mask_bit(mask, proxy_.rows[j])) set_mask_bit(kept, j);
+    }
+    return kept;
+  }
+
   void sum_up(int64_t first, int64_t n, float* rows, int thread) {
-    const int64_t words = mask_words(proxy_.k.tokens);
     const int32_t* sizes = args_.sizes[head_];
     double dropped[kScoreRows] = {};
     for (int64_t i = 0; i < n; ++i) {
       const int64_t group = first + i;
-      const uint32_t* kept = args_.kept[head_] + group * words;
       float* row = rows + i * at_.rows.stride;
       if (sizes[group] == 0) {
         std::fill_n(row, proxy_.count, 0.0f);
         continue;
       }
-      const float high = *std::max_element(row, row + proxy_.count);
-      double mass = 0;
-      for (int64_t j = 0; j < proxy_.count; ++j) {
-        const float weight = std::exp(row[j] - high);
-        const bool drops = !mask_bit(kept, proxy_.rows[j]);
-        mass += static_cast<double>(weight);
-        dropped[i] += drops ? static_cast<double>(weight) : 0.0;
-        row[j] = drops ? weight : 0.0f;
-      }
-      mass += text_mass(group, static_cast<double>(high), thread);
+      float low = 0, high = 0;
+      exec_.kernels->min_max(row, proxy_.count, &low, &high);
+      const Masses masses = exec_.kernels->weigh_dropped(row, proxy_.count, high, kept_of(group, thread));
+      const double mass = masses.all + text_mass(group, static_cast<double>(high), thread);
+      dropped[i] = masses.dropped;
       args_.share[head_][group] = static_cast<float>(std::min(args_.weight * dropped[i] / mass, 1 - 0x1p-10));
     }
     weighted_mean(exec_, at_, proxy_, args_.v[head_], first, n, rows, dropped, args_.value[head_], thread);
