@@ -218,7 +218,7 @@ def compare(libscope, name, tensors, rope, densities, options, text=0, long=True
             variants = [(variant, *parse(variant, {"target_density": density})) for variant in methods]
         elif long:
             variants += [("scope, fixed k", "scope", {"rule": "fixed"}), ("scope-exact, rule=target", "scope-exact", {"rule": "target"}),
-                         ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
+                         ("scope-mean, rule=target", "scope-mean", {"rule": "target"}), ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
             if density == densities[0]:
                 variants += [("scope, target, portable", "scope", {"rule": "target", "kernel": "portable"}),
                              ("scope, target, 100 MiB workspace", "scope", {"rule": "target", "target_scope": "head", "workspace_limit": 100})]

@@ -107,7 +107,7 @@ class Bench:
         """With the schedule of the model's row: the steps of the prefix, the first sparse step, and the warm ones."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        scope_attn.enable(self.pipe, target_density=density, min_tokens=0)
+        scope_attn.enable(self.pipe, self.options.method, target_density=density, min_tokens=0)
         steps, one = self.options.steps, dense["one_layer_ms"]
         prefix = int(MODEL.dense_steps * steps)
         self.step(prefix), self.step(prefix + 1)  # memory and kernels, which do not count
@@ -133,6 +133,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tiny shape on the CPU")
     parser.add_argument("--layers", type=int, default=MODEL.layers, help="layers to run, at least 2; steps are scaled to the model's")
+    parser.add_argument("--method", default="scope-mean")
     parser.add_argument("--density", type=lambda text: [float(part) for part in text.split(",")], default=[0.2, 0.1, 0.05])
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["eager", "compiled"])
     parser.add_argument("--steps", type=int, default=MODEL.steps, help="of the schedule that the ratio is for")
@@ -150,7 +151,7 @@ def main():
               "commit": options.commit, "grid": list(bench.grid), "dtype": str(bench.dtype).split(".")[1], "layers_run": options.layers,
               "layers": MODEL.layers, "heads": bench.pipe.transformer.config.num_attention_heads, "steps": options.steps,
               "dense_steps": MODEL.dense_steps, "dense_layers": 1, "repeat": options.repeat, "branches": 2,
-              "dense_backend": "cuDNN" if bench.cuda else "native", "settings": {"method": "scope", "state_dtype": "bf16"}, "cases": []}
+              "dense_backend": "cuDNN" if bench.cuda else "native", "settings": {"method": options.method, "state_dtype": "bf16"}, "cases": []}
     with torch.no_grad():
         for mode in options.modes:
             if mode == "compiled":

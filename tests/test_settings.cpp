@@ -140,7 +140,7 @@ TEST(Settings, AutoCountsFollowTheSequence) {
   const Settings settings;
   EXPECT_EQ(effective_groups(settings, 75600), 300);
   EXPECT_EQ(effective_codes(settings, 75600), 333);
-  EXPECT_EQ(effective_groups(settings, 16384), 171);
+  EXPECT_EQ(effective_groups(settings, 16384), 256);
   EXPECT_EQ(effective_codes(settings, 16384), 256);
   EXPECT_EQ(effective_groups(settings, 100), 16);
   EXPECT_EQ(effective_groups(settings, 7), 7);  // never more than there are tokens
@@ -272,9 +272,8 @@ TEST(Methods, RowsAreWhatTheyWere) {
       {"scope-paper", "groups=300 codes=333 first_sample=1"},
       {"scope-exact", "proxy=exact"},
       {"scope-mean", "proxy=exact tail=mean"},
-      {"svg2", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=clusters target_scope=head"},
-      {"svg2-ear",
-       "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware target_scope=head tail=centroids"},
+      {"svg2", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=clusters"},
+      {"svg2-ear", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware tail=centroids"},
       {"svoo",
        "group=cocluster groups=256 encode=cocluster partition=even:1 codes=1024 first_iterations=2 first_sample=1 "
        "rule=clusters profile_low=0.15 profile_high=0.2 target_scope=head reuse_start=11 reuse_interval=40 reuse_steps=50"},

@@ -6,7 +6,7 @@ from typing import Any, Optional
 from ._receipt import Receipt
 
 
-def enable(pipe: Any, method: str = "scope", *, target_density: Optional[float] = None, min_tokens: int = 4096, strict: bool = True,
+def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[float] = None, min_tokens: int = 4096, strict: bool = True,
            model: Optional[str] = None, **settings: Any) -> None:
     """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2 and HunyuanVideo.
 

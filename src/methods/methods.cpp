@@ -53,12 +53,7 @@ constexpr Method kTable[] = {
      .apply_model = svg2_model,
      .defaults =
          [] {
-           return Settings{.groups = 300,
-                           .partition = "even:1",
-                           .codes = 1000,
-                           .first_sample = 1.0,
-                           .rule = Rule::clusters,
-                           .target_scope = TargetScope::head};
+           return Settings{.groups = 300, .partition = "even:1", .codes = 1000, .first_sample = 1.0, .rule = Rule::clusters};
          }},
     {.name = "svg2-ear",
      .help = "svg2 with SVG-EAR: clusters by the error of leaving them out, and centroids in the place of those left out",
@@ -70,7 +65,6 @@ constexpr Method kTable[] = {
                            .codes = 1000,
                            .first_sample = 1.0,
                            .rule = Rule::error_aware,
-                           .target_scope = TargetScope::head,
                            .tail = Tail::centroids};
          }},
     {.name = "svoo",

@@ -54,7 +54,7 @@ struct Settings {
   TargetScope target_scope = TargetScope::sample;
   double similarity = -0.1;
   Tail tail = Tail::none;
-  double tail_weight = 0.65;  // of what tail mean mixes in
+  double tail_weight = 0.75;  // of what tail mean mixes in
   int64_t dense_layers = 1;
   double dense_steps = 0.2;
   double dense_last_steps = 0;

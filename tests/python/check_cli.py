@@ -71,7 +71,7 @@ with tempfile.TemporaryDirectory() as folder:
         said = accept(*base, "--method", method, "--target-density", "0.3")
         assert abs(float(said.split("density ")[-1].split(",")[0]) - 0.3) < 0.02, said
     assert "nearest to 0.3" in accept(*base, "--method", "sparge:q_block=4+k_block=15", "--target-density", "0.3")
-    assert "alpha lowered from 0.1 to 0.05" in accept(*base, "--method", "svg2", "--target-density", "0.1")
+    assert "alpha lowered from 0.1 to 0.05" in accept(*base, "--method", "svg2:target_scope=head", "--target-density", "0.1")
 
     # bench: the method's own rule, at the density asked for.
     bench = ("bench", "--grid", "4x8x8", "--heads", "1", "--repeat", "1", "--density", "0.3", "--json", f"{folder}/b.json")
