@@ -323,6 +323,23 @@ def gpu_chart(data):
             'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>' + "".join(parts) + "</svg>\n")
 
 
+def diffusers(name, data):
+    """Steps and whole schedules of diffusers' Wan transformer, dense and enabled."""
+    lines = ["| | density | dense step, s | first sparse step | warm sparse step | a warm call, ms | whole schedule over compiled dense | over eager dense |", "|---" * 8 + "|"]
+    dense = {case["mode"]: case["step_ms"] for case in data["cases"] if case["density"] is None}
+    seconds = lambda value: f"{value / 1e3:.2f}"
+    for case in data["cases"]:
+        if case["density"] is None:
+            lines.append(f"| {case['mode']} | 1 | {seconds(case['step_ms'])} | | | | {dense['compiled'] / case['step_ms']:.2f}× | {dense['eager'] / case['step_ms']:.2f}× |")
+            continue
+        over = [f"{data['steps'] * dense[mode] / case['schedule_ms']:.2f}×" for mode in ("compiled", "eager")]
+        lines.append(f"| {case['mode']}, `{data['settings']['method']}` | {case['density']:g} | {seconds(case['dense_step_ms'])} | {seconds(case['first_step_ms'])} | {seconds(case['warm_step_ms'])} | "
+                     f"{case['warm_call_ms']:.1f} | **{over[0]}** | {over[1]} |")
+    return "\n".join(lines) + (f"\n\nA step is a pass for each of {data['branches']} branches; the schedule has {data['steps']} steps, the first {100 * data['dense_steps']:g} % and layer 0 dense, the first sparse call of every layer in it. Measured with "
+                              f"{data['layers_run']} of {data['layers']} layers and scaled by layers; {data['heads']} heads × 128 at {'×'.join(map(str, data['grid']))}, random weights, {data['dtype']}, medians of {data['repeat']}. Dense attention is "
+                              f"{data['dense_backend']}'s. Source: `bench/results/{name}`, commit `{data['commit'][:10]}`, {data['machine']['device']}, PyTorch {data['machine']['torch']}, diffusers {data['machine']['diffusers']}.\n")
+
+
 def outputs():
     f32, bf16, sweep, torch_data = (load(f"cpu_{n}.json") for n in ("suite_f32", "suite_bf16", "sweep", "pytorch"))
     readme = (ROOT / "README.md").read_text()
@@ -333,7 +350,9 @@ def outputs():
     return {"docs/benchmarks_gpu.md": gpu_benchmarks("h200.json", gpu), "docs/img/gpu_stages.svg": gpu_chart(gpu),
             "docs/benchmarks.md": benchmarks((("cpu_suite_f32.json", f32), ("cpu_suite_bf16.json", bf16)), torch_data),
             "docs/when_it_pays.md": when_it_pays(sweep) + gpu_when_it_pays("h200.json", gpu), "docs/img/speedup.svg": chart(f32),
-            "README.md": head + begin + gpu_readme(gpu) + video_report.readme(load("video_gpu.json"), load("video_gpu_720p.json")) + readme_table(f32, bf16, torch_data) + end + tail,
+            "README.md": head + begin + gpu_readme(gpu) + video_report.readme([load("held_clips_wan.json"), load("held_tiny_wan.json")]) + readme_table(f32, bf16, torch_data) + end + tail,
+            "docs/fidelity.md": video_report.held_out(load, (ROOT / "docs" / "fidelity.md").read_text()),
+            "docs/diffusers.md": video_report.replace((ROOT / "docs" / "diffusers.md").read_text(), "h200", diffusers("h200_diffusers.json", load("h200_diffusers.json"))),
             **video_report.outputs(load, (ROOT / "docs" / "video_report.md").read_text())}
 
 
