@@ -223,7 +223,7 @@ def test_receipt(tmp_path):
     assert re.search(r"4 calls .* dense: the step is within dense_steps", text) and "target_density=0.2" in text
     receipt.to_json(tmp_path / "receipt.json")
     saved = json.loads((tmp_path / "receipt.json").read_text())
-    assert saved["method"] == "scope" and saved["rope"] == [8, 8, 8] and len(saved["calls"]) == 30
+    assert saved["method"] == "scope-mean" and saved["rope"] == [8, 8, 8] and len(saved["calls"]) == 30
     assert all(0 < call["seconds"] < 5 for call in saved["calls"]) and sum(call["warm"] for call in saved["calls"]) == 12
 
 
