@@ -32,9 +32,9 @@ def register():
 
 
 def read_settings() -> tuple[str, dict[str, str]]:
-    """The method and the settings of SCOPE_SGLANG, name=value with commas between them."""
+    """The method and the settings of SCOPE_SGLANG, name=value with commas between them; one before a digit belongs to the value."""
     found = {}
-    for part in os.environ[VARIABLE].split(","):
+    for part in re.split(r",(?!\s*\d)", os.environ[VARIABLE]):
         name, equals, value = (text.strip() for text in part.partition("="))
         if not (name and equals and value):
             raise ValueError(f'{VARIABLE}: got "{part}", expected name=value')

@@ -153,3 +153,8 @@ def test_refusals(host, monkeypatch):
         monkeypatch.setenv("SCOPE_SGLANG", text)
         with pytest.raises(ValueError, match=words):
             sglang.register()
+
+
+def test_a_comma_before_a_digit_belongs_to_the_value(monkeypatch):
+    monkeypatch.setenv("SCOPE_SGLANG", "method=scope-mean, density_steps=0.2:0.3,1:0.08, seed=3")
+    assert sglang.read_settings() == ("scope-mean", {"density_steps": "0.2:0.3,1:0.08", "seed": "3"})
