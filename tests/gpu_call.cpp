@@ -89,10 +89,10 @@ TEST_F(GpuCalls, BitwiseOverRunsStreamsAndChunks) {
   for (const char* proxy : {"codes", "exact"}) {
     for (const char* tail : {"first_order", "mean"}) {
       all.push_back(method("scope", {{"partition", "even:3"}, {"rule", "target"}, {"tail", tail}, {"proxy", proxy}}));
-      all.back().target_scope = TargetScope::head;  // over a sample 1 MiB will not do
     }
   }
-  for (const Settings& each : all) {
+  for (Settings& each : all) {
+    each.target_scope = TargetScope::head;  // over a sample 1 MiB will not do
     const auto settings = [&](const char* limit) {
       Settings limited = each;
       set_setting(limited, "workspace_limit", limit);

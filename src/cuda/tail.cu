@@ -3,9 +3,9 @@
 
 #include "core/numeric.h"
 #include "cuda/device/ptx_sm80.cuh"
-#include "cuda/proxy.h"
 #include "cuda/stages.h"
 #include "cuda/tail.h"
+#include "cuda/tail_sums.cuh"
 
 namespace scope::cuda {
 
@@ -13,7 +13,7 @@ namespace {
 
 // Keys and values pass through shared memory 64 at a time. A warp has a tile of 16 groups and some of the 64 keys, computes
 // their weights where its multiplication wants them, and sums all channels.
-constexpr int kTile = 16, kKeys = 64, kMeanThreads = 128, kMostDim = 128;
+constexpr int kTile = 16, kKeys = kTailKeys, kMeanThreads = 128, kMostDim = 128;
 // The highest logit seen may lag this far behind the true one, which saves most of the rescaling.
 constexpr float kLag = 6, kLog2E = 1.44269504f;
 constexpr float kMostShare = 1 - 0x1p-10f;
@@ -36,28 +36,24 @@ __host__ __device__ constexpr Cut cut_of(bool exact, bool mean) {
   if (exact) return mean ? Cut{1, 8, 10} : Cut{2, 4, 4};
   return mean ? Cut{4, 4, 3} : Cut{4, 4, 2};
 }
-constexpr int kMostParts = 8;
+constexpr int kCentreParts = 8;
 
-// A partial result for one group: about its highest logit, what the keys that it drops weigh relative to it, what the
-// others weigh (mean), a spare, and the weighted sums of values (and of keys).
-constexpr int kHeader = 4;
+bool uses_wgmma(const Exec& exec, bool exact, bool mean) { return exec.wgmma && exact && mean; }
+// What one head needs.
+struct Layout {
+  int partials, splits, width;
+  int64_t sums, floats;
 
-struct TailLaunch {
-  HeadRows<const uint16_t> v;
-  PerHead<const int32_t> sizes;
-  PerHead<const uint32_t> kept;  // [groups, words]
-  int64_t words;
-  int32_t partials, width;  // of a partial result
-  PerHead<float> sums;      // scratch [groups, partials, width]
-  PerHead<float> centre;    // scratch [parts, dim]
+  Layout(const Exec& exec, int64_t groups, int64_t dim, bool exact, bool mean) {
+    const Cut cut = cut_of(exact, mean);
+    const bool wgmma = uses_wgmma(exec, exact, mean);
+    partials = wgmma ? kMeanParts90 : cut.partials();
+    splits = wgmma ? 1 : cut.splits;
+    width = static_cast<int>(kTailHeader + (mean ? 1 : 2) * dim);
+    sums = groups * partials * width;
+    floats = round_up(sums + kCentreParts * dim, 4);
+  }
 };
-
-int64_t sums_size(int64_t groups, int64_t dim, bool exact, bool mean) {
-  return groups * cut_of(exact, mean).partials() * (kHeader + (mean ? 1 : 2) * dim);
-}
-int64_t tail_floats(int64_t groups, int64_t dim, bool exact, bool mean) {
-  return round_up(sums_size(groups, dim, exact, mean) + kMostParts * dim, 4);
-}
 
 // Dynamic shared memory in bytes: two stages of values and keys, their codes, then tables or centroids.
 template <int kDim, Source kSource, bool kMean>
@@ -82,46 +78,6 @@ __device__ uint32_t chunk_place(int row, int chunk) {
   return row * kDim * 2 + (chunk ^ (row % 8)) * 16;
 }
 
-// Bits of keys [first, first + 32) in a row of the mask.
-__device__ uint32_t kept_bits(const ProxyLaunch& p, const uint32_t* row, int32_t first) {
-  if (p.rows == nullptr) return row[first / 32];
-  const int32_t last = min(first + 31, p.count - 1), start = p.rows[first], end = p.rows[last];
-  if (end - start == last - first) {
-    const uint32_t word = row[start / 32] >> (start % 32);
-    return end / 32 == start / 32 ? word : word | row[end / 32] << (32 - start % 32);
-  }
-  uint32_t word = 0;
-  for (int32_t key = first; key <= last; ++key) word |= (row[p.rows[key] / 32] >> (p.rows[key] % 32) & 1) << (key - first);
-  return word;
-}
-
-// Which of keys [first, first + 32) a group drops, as bits.
-__device__ uint32_t dropped_bits(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group, int64_t first,
-                                 int64_t end) {
-  if (group >= p.groups || first >= end || tail.sizes[head][group] == 0) return 0;
-  const uint32_t valid = end - first >= 32 ? ~0u : (1u << (end - first)) - 1;
-  return valid & ~kept_bits(p, tail.kept[head] + group * tail.words, static_cast<int32_t>(first));
-}
-
-// The same sum of one channel for one group, key by key: a kept key or value that is not finite must not reach it, and a
-// product with a weight of zero would let it. The warp's keys are [own, own + count) of every 64.
-__device__ float plain_sum(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group, int64_t begin, int64_t end,
-                           int own, int count, float top, int channel) {
-  float sum = 0;
-  for (int64_t first = begin + own; first < end; first += kKeys) {
-    for (int64_t key = first; key < min(first + count, end); ++key) {
-      const int64_t word = (key - begin) / 32 * 32 + begin;
-      if ((dropped_bits(p, tail, head, group, word, end) >> (key - word) & 1) == 0) continue;
-      const int32_t token = p.token(static_cast<int32_t>(key));
-      const float logit = p.score(static_cast<int32_t>(head), group, static_cast<int32_t>(key));
-      if (isnan(logit)) continue;
-      const uint16_t* row = channel < p.dim ? tail.v.row(head, token) + channel : p.k.row(head, token) + channel - p.dim;
-      sum = fmaf(expf(logit - top), p.element(*row), sum);
-    }
-  }
-  return sum;
-}
-
 template <class T, int kDim, Source kSource, bool kMean>
 __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_threads(), 1)
     tail_sums(ProxyLaunch p, TailLaunch tail, int tiles, int group_blocks) {
@@ -135,8 +91,7 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
 
   const int64_t head = blockIdx.x / kParts / group_blocks;
   const int group0 = static_cast<int>(blockIdx.x) / kParts % group_blocks * tiles * kTile, part = blockIdx.x % kParts;
-  const int64_t steps = (p.count + kKeys - 1) / kKeys;
-  const int64_t begin = steps * part / kParts * kKeys, end = min(steps * (part + 1) / kParts * kKeys, int64_t{p.count});
+  const auto [begin, end] = keys_of_part(p, part, kParts);
   const int thread = threadIdx.x, threads = blockDim.x, warp = warp_index(), lane = thread % 32;
   const int tile = warp % tiles, own = warp / tiles * kOwn;  // its first key of 64
   const int tile0 = group0 + tile * kTile;                   // the tile's first group
@@ -166,13 +121,13 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
     }
   }
 
-  const auto fetch = [&](int64_t first, int stage) {
+  const auto fetch = [&](int32_t first, int stage) {
     constexpr int kChunks = kDim / 8;
     const uint32_t to = shared_address(shared) + stage * At::kStage;
     for (int i = thread; i < kKeys * kChunks; i += threads) {
       const int row = i / kChunks, chunk = i % kChunks;
       const bool valid = first + row < end && 8 * chunk < p.dim;
-      const int32_t token = valid ? p.token(static_cast<int32_t>(first) + row) : 0;
+      const int32_t token = valid ? p.token(first + row) : 0;
       const uint32_t place = to + chunk_place<kDim>(row, chunk);
       copy_async_16(place, valid ? tail.v.row(head, token) + 8 * chunk : tail.v.base, valid);
       if constexpr (At::kLoadsKeys) {
@@ -181,7 +136,7 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
     }
     if constexpr (!At::kExact) {
       for (int i = thread; i < p.subspaces * kKeys; i += threads) {
-        const int64_t key = first + i % kKeys;
+        const int32_t key = first + i % kKeys;
         const int32_t* labels = p.labels[head];
         copy_async_4(shared_address(codes + stage * p.subspaces * kKeys + i),
                      key < end ? labels + int64_t{i / kKeys} * p.count + key : labels, key < end);
@@ -189,9 +144,8 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
     }
   };
   // A lane has one of the two words of one of the tile's groups.
-  const auto dropped_word = [&](int64_t first) {
-    return dropped_bits(p, tail, head, tile0 + lane / 2, first + lane % 2 * 32, end);
-  };
+  const uint32_t* const kept = kept_row(p, tail, head, tile0 + lane / 2);
+  const auto dropped_word = [&](int32_t first) { return dropped_bits(p, kept, first + lane % 2 * 32, end); };
 
   // Entry 2 r + e of a fragment is row lane / 4 + 8 r, column 2 (lane % 4) + e.
   float sum[kSums][kDim / 8][4] = {};  // of values, of keys; [8 channels]
@@ -201,8 +155,8 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
     fetch(begin, 0);
     word = dropped_word(begin);
   }
-  for (int64_t first = begin; first < end; first += kKeys) {
-    const int stage = static_cast<int>((first - begin) / kKeys % 2);
+  for (int32_t first = begin; first < end; first += kKeys) {
+    const int stage = (first - begin) / kKeys % 2;
     copy_async_wait();
     __syncthreads();
     uint32_t next = 0;
@@ -330,10 +284,6 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
     word = next;
   }
 
-  bool bad = false;
-#pragma unroll
-  for (int i = 0; i < kSums * kDim / 2; ++i) bad |= !isfinite(sum[i / (kDim / 2)][i / 4 % (kDim / 8)][i % 4]);
-  bad = __any_sync(~0u, bad);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     for (int step = 1; step <= 2; step *= 2) {
@@ -344,21 +294,35 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
     if (group >= p.groups) continue;
     float* out = tail.sums[head] + (int64_t{group} * tail.partials + part * kCut.splits + own / kOwn) * tail.width;
     if (lane % 4 == 0) *reinterpret_cast<float4*>(out) = {high[r], total[r], others[r], 0};
-    if (bad) {
-#pragma unroll 1
-      for (int channel = lane % 4; channel < kSums * p.dim; channel += 4) {
-        out[kHeader + channel] = plain_sum(p, tail, head, group, begin, end, own, kOwn, high[r], channel);
-      }
-      continue;
-    }
 #pragma unroll
     for (int i = 0; i < kSums * kDim / 8; ++i) {
       const int tensor = i / (kDim / 8), d = i % (kDim / 8), channel = 8 * d + lane % 4 * 2;
       if (channel >= p.dim) continue;
-      *reinterpret_cast<float2*>(out + kHeader + tensor * p.dim + channel) = {sum[tensor][d][2 * r],
-                                                                              sum[tensor][d][2 * r + 1]};
+      *reinterpret_cast<float2*>(out + kTailHeader + tensor * p.dim + channel) = {sum[tensor][d][2 * r],
+                                                                                  sum[tensor][d][2 * r + 1]};
     }
   }
+}
+
+// One channel's sum over the keys of a partial result, key by key and so without those that are kept.
+__device__ float plain_sum(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group, int partial, float top,
+                           int channel) {
+  const KeyRange keys = keys_of_part(p, partial / tail.splits, tail.partials / tail.splits);
+  const uint32_t* kept = kept_row(p, tail, head, group);
+  const int own = kKeys / tail.splits;
+  float sum = 0;
+  for (int32_t first = keys.begin + partial % tail.splits * own; first < keys.end; first += kKeys) {
+    for (int32_t key = first; key < min(first + own, keys.end); ++key) {
+      const int32_t word = key / 32 * 32;
+      if ((dropped_bits(p, kept, word, keys.end) >> (key - word) & 1) == 0) continue;
+      const int32_t token = p.token(key);
+      const float logit = p.score(static_cast<int32_t>(head), group, key);
+      if (isnan(logit)) continue;
+      const uint16_t* row = channel < p.dim ? tail.v.row(head, token) + channel : p.k.row(head, token) + channel - p.dim;
+      sum = fmaf(expf(logit - top), p.element(*row), sum);
+    }
+  }
+  return sum;
 }
 
 // A group's partial results together, for one channel; a block of kMeanThreads per group.
@@ -378,8 +342,12 @@ __device__ Merged merge(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
     all.dropped += part[1] * scale;
     all.others += part[2] * scale;
     if (channel >= p.dim) continue;
-    all.v = fmaf(part[kHeader + channel], scale, all.v);
-    if constexpr (!kMean) all.k = fmaf(part[kHeader + p.dim + channel], scale, all.k);
+    const auto sum = [&](int of) {
+      const float x = part[kTailHeader + of];
+      return isfinite(x) ? x : plain_sum(p, tail, head, group, i, part[0], of);
+    };
+    all.v = fmaf(sum(channel), scale, all.v);
+    if constexpr (!kMean) all.k = fmaf(sum(p.dim + channel), scale, all.k);
   }
   all.v = all.dropped > 0 ? all.v / all.dropped : 0;
   all.k = all.dropped > 0 ? all.k / all.dropped : 0;
@@ -476,10 +444,9 @@ __global__ void __launch_bounds__(kMeanThreads) mixed_rows(ProxyLaunch p, TailLa
 
 }  // namespace
 
-int64_t tail_scratch(const Exec&, const Sizes& sizes) {
+int64_t tail_scratch(const Exec& exec, const Sizes& sizes) {
   if (sizes.whole_codes && sizes.extra > 0) return mask_dropped_codes_scratch(sizes);
-  const int64_t floats = tail_floats(sizes.groups, sizes.dim, sizes.codes == 0, sizes.extra == 0);
-  return sizes.heads * floats * 4;
+  return sizes.heads * Layout(exec, sizes.groups, sizes.dim, sizes.codes == 0, sizes.extra == 0).floats * 4;
 }
 
 void tail(const Exec& exec, const TailArgs& args) {
@@ -496,17 +463,18 @@ void tail(const Exec& exec, const TailArgs& args) {
       return mask_dropped_codes(exec, args);
   }
   const ProxyLaunch p = proxy_launch(args.proxy, args.heads);
-  const int64_t room = tail_floats(p.groups, p.dim, p.exact, mean);
-  require(args.heads * room * 4 <= args.scratch.bytes, Status::internal, "tail: scratch is smaller than its plan");
+  const Layout layout(exec, p.groups, p.dim, p.exact, mean);
+  require(args.heads * layout.floats * 4 <= args.scratch.bytes, Status::internal, "tail: scratch is smaller than its plan");
   auto* const scratch = static_cast<float*>(args.scratch.data);
   const TailLaunch tail{.v = head_rows(args.v),
                         .sizes = args.sizes,
                         .kept = args.kept,
                         .words = mask_words(args.proxy.k.tokens),
-                        .partials = cut_of(p.exact, mean).partials(),
-                        .width = kHeader + (mean ? 1 : 2) * p.dim,
-                        .sums = {scratch, room},
-                        .centre = {scratch + sums_size(p.groups, p.dim, p.exact, mean), room}};
+                        .partials = layout.partials,
+                        .splits = layout.splits,
+                        .width = layout.width,
+                        .sums = {scratch, layout.floats},
+                        .centre = {scratch + layout.sums, layout.floats}};
   const auto tiles = static_cast<int>(ceil_div(p.groups, kTile));
   const auto fits = [&]<int kDim, Source kSource, bool kMean>(int of) {
     return Space<kDim, kSource, kMean>::bytes(p, of) <= exec.device->shared_bytes;
@@ -533,7 +501,11 @@ void tail(const Exec& exec, const TailArgs& args) {
     p.dim <= 64 ? from.template operator()<T, 64, kMean>() : from.template operator()<T, 128, kMean>();
   };
   const auto with = [&]<class T>() { mean ? of.template operator()<T, true>() : of.template operator()<T, false>(); };
-  p.f16 ? with.template operator()<__half>() : with.template operator()<__nv_bfloat16>();
+  if (uses_wgmma(exec, p.exact, mean)) {
+    mean_sums_sm90(exec, p, tail);
+  } else {
+    p.f16 ? with.template operator()<__half>() : with.template operator()<__nv_bfloat16>();
+  }
 
   const auto rows = static_cast<int32_t>(args.rows);
   if (!mean) {
@@ -541,7 +513,7 @@ void tail(const Exec& exec, const TailArgs& args) {
     return launch(exec, "virtual_keys", virtual_keys, args.heads * args.rows, kMeanThreads, 0, p, tail, to);
   }
   const bool centred = args.centred && args.keep != nullptr;
-  const MixLaunch to{args.value, args.share, rows, args.weight, args.keep, centred ? kMostParts : 0};
+  const MixLaunch to{args.value, args.share, rows, args.weight, args.keep, centred ? kCentreParts : 0};
   if (centred)
     launch(exec, "key_means", key_means, int64_t{p.heads} * to.centre_parts, kMostDim, 0, p, tail, to.centre_parts);
   launch(exec, "mixed_rows", mixed_rows, args.heads * args.rows, kMeanThreads, 0, p, tail, to);

@@ -304,7 +304,7 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.check_finite = choice("check_finite", t, kSwitch); },
        [](const Settings& s) { return name_of(s.check_finite, kSwitch); }},
       {"kernel", "attend", names(kKernels),
-       "which CUDA kernels attend and K-means use: wgmma needs sm_90, portable runs on sm_80 and later",
+       "which CUDA kernels attend, K-means and the mean use: wgmma needs sm_90, portable runs on sm_80 and later",
        [](Settings& s, std::string_view t) { s.kernel = choice("kernel", t, kKernels); },
        [](const Settings& s) { return name_of(s.kernel, kKernels); }},
       {"workspace_limit", "call", "auto | 1..1048576",

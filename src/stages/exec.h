@@ -28,7 +28,7 @@ struct Exec {
   // CUDA's.
   const cuda::Device* device = nullptr;
   cuda::Clock* clock = nullptr;  // records when each stage begins
-  bool wgmma = false;            // attend and K-means with sm_90a kernels; false: portable ones
+  bool wgmma = false;            // attend, K-means and the mean with sm_90a kernels; false: portable ones
 
   // Of one call.
   void* stream = nullptr;      // a device's queue; everything is launched on it, and nothing waits for it

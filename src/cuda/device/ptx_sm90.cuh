@@ -120,6 +120,15 @@ __device__ inline void pin(float (&values)[kCount]) {
                : "l"(a), "l"(b), "n"(kAdd ? 1 : 0))
 
 template <DType kType, bool kAdd>
+__device__ inline void wgmma_ss(float (&d)[32], uint64_t a, uint64_t b) {
+#define SCOPE_N64(type) SCOPE_WGMMA_SS("m64n64k16", type, SCOPE_R0_31, "%32", "%33", "%34", SCOPE_D32(0))
+  if constexpr (kType == DType::bf16)
+    SCOPE_N64("bf16");
+  else
+    SCOPE_N64("f16");
+#undef SCOPE_N64
+}
+template <DType kType, bool kAdd>
 __device__ inline void wgmma_ss(float (&d)[40], uint64_t a, uint64_t b) {
 #define SCOPE_N80(type) \
   SCOPE_WGMMA_SS("m64n80k16", type, SCOPE_R0_31 ", " SCOPE_R32_39, "%40", "%41", "%42", SCOPE_D32(0), SCOPE_D8(32))

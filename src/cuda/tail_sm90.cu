@@ -1,0 +1,277 @@
+// The mean's sums on Hopper: 64 groups a warpgroup multiply with all keys, as attend does, and weigh the values of those
+// they drop.
+#include "cuda/device/softmax_sm90.cuh"
+#include "cuda/tail_sums.cuh"
+
+namespace scope::cuda {
+
+namespace {
+
+// A block: warpgroup 0 copies keys and values, the others have 64 groups each.
+template <DType kType_, int kDim_>
+struct Config {
+  static constexpr DType kType = kType_;
+  static constexpr int kDim = kDim_, kKeys = kTailKeys;
+  static constexpr int kStages = 4;
+  static constexpr int kConsumers = 3, kGroups = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kPanels = kDim / 64;                                          // 64 channels, 128 bytes of a row
+  static constexpr int kPanelBytes = 64 * 128, kBlockBytes = kPanels * kPanelBytes;  // of 64 keys, or of 64 groups
+  static constexpr int kFeederRegisters = kDim == 64 ? 80 : 56, kConsumerRegisters = kDim == 64 ? 144 : 152;
+};
+
+template <class C>
+struct Shared {
+  alignas(1024) uint8_t q[C::kConsumers][C::kBlockBytes];
+  alignas(1024) uint8_t k[C::kStages][C::kBlockBytes];
+  alignas(1024) uint8_t v[C::kStages][C::kBlockBytes];
+  uint2 kept[C::kStages][C::kGroups];  // bits of the block's keys; ones for groups that have no mean
+  uint64_t kept_full[C::kStages];      // emptied with v
+  uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+};
+
+// Copies blocks of keys and of values, of which eight threads take 128 bytes of a row, and what is kept of them.
+template <class C>
+__device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, KeyRange keys, int group0,
+                     Shared<C>& shared) {
+  const int chunk = threadIdx.x % 8, row0 = threadIdx.x / 8;
+  const uint32_t place = row0 * 128 + ((chunk ^ row0 % 8) << 4);
+  constexpr int kOwn = 2 * C::kGroups / 128;  // words of the mask for a thread
+  const uint32_t* kept[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) kept[i] = kept_row(p, tail, head, group0 + static_cast<int>(threadIdx.x) / 2 + 64 * i);
+  Ring<C::kStages> stage;
+  for (int32_t first = keys.begin; first < keys.end; first += C::kKeys, stage.next()) {
+    const auto copy = [&](const HeadRows<const uint16_t>& rows, uint32_t to) {
+#pragma unroll
+      for (int i = 0; i < C::kKeys / 16; ++i) {
+        const int32_t key = first + row0 + 16 * i;
+        const bool real = key < keys.end;
+        const uint16_t* from = rows.row(head, real ? p.token(key) : 0) + 8 * chunk;
+#pragma unroll
+        for (int panel = 0; panel < C::kPanels; ++panel) {
+          copy_16(to + place + i * 2048 + panel * C::kPanelBytes, from + 64 * panel,
+                  real && 64 * panel + 8 * chunk < p.dim ? 16 : 0);
+        }
+      }
+    };
+    barrier_wait(shared_address(&shared.k_empty[stage.slot]), stage.parity ^ 1);
+    copy(p.k, shared_address(shared.k[stage.slot]));
+    barrier_arrive_after_copies(shared_address(&shared.k_full[stage.slot]));
+    barrier_wait(shared_address(&shared.v_empty[stage.slot]), stage.parity ^ 1);
+    const int32_t word = first + threadIdx.x % 2 * 32;  // its first key
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      uint32_t* to = &shared.kept[stage.slot][64 * i].x + threadIdx.x;
+      if (kept[i] == nullptr || word >= keys.end) continue;
+      if (p.rows == nullptr) {
+        copy_4(shared_address(to), kept[i] + word / 32);
+      } else {
+        *to = kept_bits(p, kept[i], word);
+      }
+    }
+    const uint32_t full = shared_address(&shared.kept_full[stage.slot]);
+    p.rows == nullptr ? barrier_arrive_after_copies(full) : barrier_arrive(full);
+    copy(tail.v, shared_address(shared.v[stage.slot]));
+    barrier_arrive_after_copies(shared_address(&shared.v_full[stage.slot]));
+  }
+  wait_all_copies();
+}
+
+// Centroids of 64 groups from `group0` on, rounded to 16 bits: that moves a logit by about 2^-10 of |q| |k| scale /
+// sqrt(dim).
+template <class C>
+__device__ void round_centroids(const ProxyLaunch& p, int64_t head, int group0, uint8_t* to) {
+  for (int i = threadIdx.x % 128; i < 64 * C::kDim / 2; i += 128) {
+    const int row = i / (C::kDim / 2), channel = i % (C::kDim / 2) * 2;
+    float2 x{0, 0};
+    if (group0 + row < p.groups && channel < p.dim) {
+      x = *reinterpret_cast<const float2*>(p.centroids[head] + int64_t{group0 + row} * p.dim + channel);
+    }
+    const int at = channel / 64 * C::kPanelBytes + row * 128 + ((channel / 8 ^ row) % 8 << 4) + channel % 8 * 2;
+    *reinterpret_cast<uint32_t*>(to + at) = pack<C::kType>(x.x, x.y);
+  }
+}
+
+template <class C>
+__device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int part, KeyRange keys, int group0,
+                        int warpgroup, Shared<C>& shared) {
+  constexpr int kKeys = C::kKeys;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  round_centroids<C>(p, head, group0, shared.q[warpgroup]);
+  fence_async_proxy();
+  named_sync(1 + warpgroup, 128);
+
+  const float unit = p.scale * kLog2e;
+  const uint64_t q_at = panel_descriptor(shared_address(shared.q[warpgroup]), 16);
+  const uint64_t k_at = panel_descriptor(shared_address(shared.k), 16);
+  const uint64_t v_at = panel_descriptor(shared_address(shared.v), C::kPanelBytes);
+  Ring<C::kStages> k, v;
+  const auto release = [&](uint64_t* barrier) {
+    if (lane == 0) barrier_arrive(shared_address(barrier));
+  };
+
+  float o[C::kDim / 2], s[kKeys / 2];
+  uint32_t weights[kKeys / 16][4];
+#pragma unroll
+  for (int i = 0; i < C::kDim / 2; ++i) o[i] = 0;
+  Softmax softmax;
+  float total[2] = {0, 0};  // of the weights of dropped keys, as rounded
+
+  const auto start_qk = [&] {
+    barrier_wait(shared_address(&shared.k_full[k.slot]), k.parity);
+    fence_async_proxy();
+    wgmma_begin();
+    const uint64_t b = k_at + k.slot * (C::kBlockBytes >> 4);
+    wgmma_ss<C::kType, false>(s, q_at, b);
+#pragma unroll
+    for (int i = 1; i < C::kDim / 16; ++i) {
+      const int step = i / 4 * C::kPanelBytes + i % 4 * 32 >> 4;
+      wgmma_ss<C::kType, true>(s, q_at + step, b + step);
+    }
+    wgmma_commit();
+  };
+  const auto start_pv = [&] {
+    barrier_wait(shared_address(&shared.v_full[v.slot]), v.parity);
+    fence_async_proxy();
+    wgmma_begin();
+    const uint64_t b = v_at + v.slot * (C::kBlockBytes >> 4);
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) wgmma_rs<C::kType>(o, weights[i], b + (i * 2048 >> 4));
+    wgmma_commit();
+  };
+  const auto finish_pv = [&] {
+    wgmma_wait<0>();
+    pin(o);
+    release(&shared.v_empty[v.slot]);
+    v.next();
+  };
+  const auto finish_qk = [&](int32_t first) {
+    pin(s);
+    release(&shared.k_empty[k.slot]);
+    k.next();
+    const int left = keys.end - first - 2 * (lane % 4);
+    if (first + kKeys > keys.end) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        if (i / 4 * 8 + i % 2 >= left) s[i] = -kInfinity;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) s[i] = fmaxf(s[i], -kInfinity);  // NaN: weighs nothing
+    softmax.block(s, unit);
+  };
+  // Rounds the weights of dropped keys, and leaves out the others.
+  const auto pack_weights = [&] {
+    barrier_wait(shared_address(&shared.kept_full[v.slot]), v.parity);
+    uint32_t kept[2][2];  // [row][word]
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint2 words = shared.kept[v.slot][64 * warpgroup + 16 * warp + lane / 4 + 8 * h];
+      kept[h][0] = words.x >> (lane % 4 * 2), kept[h][1] = words.y >> (lane % 4 * 2);
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) {
+      const int h = i % 2, bit = i / 2 * 8;
+      const uint32_t bits = kept[h][bit / 32] >> bit % 32;
+      const uint32_t both = pack<C::kType>(bits & 1 ? 0 : s[2 * i], bits & 2 ? 0 : s[2 * i + 1]);
+      const float2 rounded = unpack<C::kType>(both);
+      total[h] += rounded.x + rounded.y;
+      weights[i / 4][i % 4] = both;
+    }
+  };
+
+  if (keys.begin < keys.end) {
+    start_qk();
+    wgmma_wait<0>();
+    finish_qk(keys.begin);
+    pack_weights();
+    for (int32_t first = keys.begin + kKeys; first < keys.end; first += kKeys) {
+      start_qk();
+      start_pv();
+      wgmma_wait<1>();
+      finish_qk(first);
+      finish_pv();
+      if (__any_sync(~0u, softmax.factor[0] != 1.0f || softmax.factor[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < C::kDim / 2; ++i) o[i] *= softmax.factor[i / 2 % 2];
+        for (int h = 0; h < 2; ++h) total[h] *= softmax.factor[h];
+      }
+      pack_weights();
+    }
+    start_pv();
+    finish_pv();
+  }
+
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float dropped = quad_sum(total[h]), all = quad_sum(softmax.sum[h]), high = softmax.high[h] * p.scale;
+    const int group = group0 + 16 * warp + lane / 4 + 8 * h;
+    if (group >= p.groups) continue;
+    float* out = tail.sums[head] + (int64_t{group} * tail.partials + part) * tail.width;
+    if (lane % 4 == 0) *reinterpret_cast<float4*>(out) = {high, dropped, fmaxf(all - dropped, 0), 0};
+#pragma unroll
+    for (int j = 0; j < C::kDim / 8; ++j) {
+      const int channel = 8 * j + 2 * (lane % 4);
+      if (channel < p.dim)
+        *reinterpret_cast<float2*>(out + kTailHeader + channel) = {o[4 * j + 2 * h], o[4 * j + 2 * h + 1]};
+    }
+  }
+}
+
+// Blocks of the same keys and other groups are neighbours, so that keys and values come from memory once.
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    mean_sums(const __grid_constant__ ProxyLaunch p, const __grid_constant__ TailLaunch tail, int group_blocks) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<Shared<C>*>(memory);
+  const int group0 = static_cast<int>(blockIdx.x) % group_blocks * C::kGroups;
+  const int part = static_cast<int>(blockIdx.x) / group_blocks % kMeanParts90;
+  const int64_t head = blockIdx.x / group_blocks / kMeanParts90;
+  const int busy = min(C::kConsumers, (p.groups - group0 + 63) / 64);  // warpgroups
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kStages; ++i) {
+      barrier_init(shared_address(&shared.k_full[i]), 128);
+      barrier_init(shared_address(&shared.v_full[i]), 128);
+      barrier_init(shared_address(&shared.kept_full[i]), 128);
+      barrier_init(shared_address(&shared.k_empty[i]), 4 * busy);
+      barrier_init(shared_address(&shared.v_empty[i]), 4 * busy);
+    }
+    fence_barrier_init();
+  }
+  for (int i = threadIdx.x; i < C::kStages * C::kGroups; i += C::kThreads) {
+    shared.kept[i / C::kGroups][i % C::kGroups] = {~0u, ~0u};
+  }
+  __syncthreads();
+  const KeyRange keys = keys_of_part(p, part, kMeanParts90);
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0);
+  if (warpgroup < 0) {
+    shrink_registers<C::kFeederRegisters>();
+    load<C>(p, tail, head, keys, group0, shared);
+  } else {
+    grow_registers<C::kConsumerRegisters>();
+    if (warpgroup < busy) consume<C>(p, tail, head, part, keys, group0 + 64 * warpgroup, warpgroup, shared);
+  }
+}
+
+template <class C>
+void launch_kernel(const Exec& exec, const ProxyLaunch& p, const TailLaunch& tail) {
+  static_assert(sizeof(Shared<C>) <= 227 * 1024);
+  const int group_blocks = (p.groups + C::kGroups - 1) / C::kGroups;
+  launch(exec, "mean_sums", mean_sums<C>, int64_t{p.heads} * kMeanParts90 * group_blocks, C::kThreads, sizeof(Shared<C>), p,
+         tail, group_blocks);
+}
+
+}  // namespace
+
+void mean_sums_sm90(const Exec& exec, const ProxyLaunch& p, const TailLaunch& tail) {
+  if (p.f16) {
+    p.dim <= 64 ? launch_kernel<Config<DType::f16, 64>>(exec, p, tail)
+                : launch_kernel<Config<DType::f16, 128>>(exec, p, tail);
+  } else {
+    p.dim <= 64 ? launch_kernel<Config<DType::bf16, 64>>(exec, p, tail)
+                : launch_kernel<Config<DType::bf16, 128>>(exec, p, tail);
+  }
+}
+
+}  // namespace scope::cuda
