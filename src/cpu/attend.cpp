@@ -94,8 +94,7 @@ class Attention {
         mix_row_(args.mix.row[head]),
         out_(args.out[head]),
         lse_(args.lse[head]),
-        kernels_(args.q.dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr ? *exec.attend_kernels_bf16
-                                                                                    : *exec.attend_kernels),
+        kernels_(attend_kernels(exec, args.q.dtype)),
         at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.q.tokens, args.q.dim, args.groups),
         channels_(round_up(args.q.dim, kLanes)),
         unit_(args.scale * 1.44269504088896f) {}
@@ -154,15 +153,23 @@ class Attention {
     }
 
     const float share = mix_share_ == nullptr ? 0.0f : mix_share_[tile.group];
+    if (share > 0) mix(tile.group, share, rows, o, l);
     for (int64_t i = 0; i < rows; ++i) {
-      float inverse = l[i] == 0.0f ? 0.0f : 1.0f / l[i];
-      if (share > 0) {
-        const float* row = mix_row_ + tile.group * q_.dim;
-        for (int64_t c = 0; c < q_.dim; ++c) o[i * stride + c] = (1 - share) * inverse * o[i * stride + c] + share * row[c];
-        inverse = 1;
-      }
+      const float inverse = share > 0 ? 1.0f : l[i] == 0.0f ? 0.0f : 1.0f / l[i];
       exec_.kernels->store_row(o + i * stride, inverse, q_.dim, out_.dtype, out_.row(queries[i]));
       if (lse_ != nullptr) lse_[queries[i]] = m[i] * 0.693147180559945f + std::log(l[i]) - std::log1p(-share);
+    }
+  }
+
+  // o = (1 - share) o / l + share times the group's row.
+  void mix(int64_t group, float share, int64_t rows, float* o, const float* l) const {
+    float row[256] = {}, factor[kStrip], shares[kStrip];
+    std::copy_n(mix_row_ + group * q_.dim, q_.dim, row);
+    std::fill_n(shares, kStrip, share);
+    for (int64_t i = 0; i < rows; i += kStrip) {
+      const int64_t n = std::min(kStrip, rows - i);
+      for (int64_t r = 0; r < n; ++r) factor[r] = l[i + r] == 0.0f ? 0.0f : (1 - share) / l[i + r];
+      exec_.kernels->accumulate(shares, 1, n, row, channels_, 1, channels_, factor, o + i * at_.stride, at_.stride);
     }
   }
 

@@ -83,10 +83,7 @@ void configure(Exec&, std::string_view kernels) {
 
 const char* kernel(const Exec& exec) { return exec.kernels->name; }
 
-const char* arithmetic(const Exec& exec, DType dtype) {
-  const bool bf16 = dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr;
-  return bf16 ? exec.attend_kernels_bf16->name : exec.attend_kernels->name;
-}
+const char* arithmetic(const Exec& exec, DType dtype) { return attend_kernels(exec, dtype).name; }
 
 // Threads share one head's work, and its scratch serves the next.
 int64_t chunk(int64_t, int64_t, const std::function<int64_t(int64_t)>&) { return 1; }
@@ -146,7 +143,8 @@ constexpr Backend kCpu = {
             .rules = {Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target, Rule::clusters, Rule::blocks_topk,
                       Rule::blocks_cdf, Rule::error_aware},
             .target_scopes = {TargetScope::head, TargetScope::sample},
-            .tails = {Tail::none, Tail::first_order, Tail::centroids, Tail::mean}},
+            .tails = {Tail::none, Tail::first_order, Tail::centroids, Tail::mean},
+            .mean_in_keep = true},
     .open = open,
     .present = present,
     .inventory = inventory,

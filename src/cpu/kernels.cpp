@@ -601,13 +601,23 @@ void dot_f32(const void* q, int64_t q_stride, int64_t rows, const void* panels, 
   dot(static_cast<const float*>(q), q_stride, rows, static_cast<const float*>(panels), columns, depth, s, s_stride);
 }
 
+void pack_p_f32(float* weights, int64_t stride, int64_t rows, int64_t n, double* sums) {
+  for (int64_t r = 0; r < rows; ++r, weights += stride) {
+    V sum = hn::Zero(df);
+    int64_t j = 0;
+    for (; j + L <= n; j += L) sum = hn::Add(sum, hn::LoadU(df, weights + j));
+    sums[r] += static_cast<double>(hn::GetLane(hn::SumOfLanes(df, sum)));
+    for (; j < n; ++j) sums[r] += static_cast<double>(weights[j]);
+  }
+}
+
 void accumulate_f32(const float* p, int64_t p_stride, int64_t rows, const void* v, int64_t v_stride, int64_t keys,
                     int64_t channels, const float* factor, float* out, int64_t out_stride) {
   accumulate(p, p_stride, rows, static_cast<const float*>(v), v_stride, keys, channels, factor, out, out_stride);
 }
 
-const AttendKernels kAttend = {"f32",      kPanel,  sizeof(float), pack_q_f32,    pack_k_f32,
-                               pack_v_f32, dot_f32, softmax,       accumulate_f32};
+const AttendKernels kAttend = {"f32",      kPanel,  sizeof(float), pack_q_f32, pack_k_f32,
+                               pack_v_f32, dot_f32, softmax,       pack_p_f32, accumulate_f32};
 
 #undef SCOPE_NAME
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/tensor.h"
+#include "stages/exec.h"
 
 namespace scope::cpu {
 
@@ -87,9 +88,16 @@ struct AttendKernels {
   // factor = exp2(m_old - m_new), and p = exp2(x - m) replaces s (in the arithmetic's own format, same row stride
   // in bytes). s has room for n rounded up to a panel.
   void (*softmax)(float* s, int64_t stride, int64_t rows, int64_t n, float unit, float* m, float* l, float* factor);
+  // Weights, n to a row, become p as softmax leaves it; sums[row] grows by what is multiplied.
+  void (*pack_p)(float* weights, int64_t stride, int64_t rows, int64_t n, double* sums);
   void (*accumulate)(const float* p, int64_t p_stride, int64_t rows, const void* v, int64_t v_stride, int64_t keys,
                      int64_t channels, const float* factor, float* out, int64_t out_stride);
 };
+
+inline const AttendKernels& attend_kernels(const Exec& exec, DType dtype) {
+  const bool bf16 = dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr;
+  return bf16 ? *exec.attend_kernels_bf16 : *exec.attend_kernels;
+}
 
 // An instruction set that this build has and this CPU can run.
 struct InstructionSet {

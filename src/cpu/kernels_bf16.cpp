@@ -190,6 +190,20 @@ SCOPE_BF16 void softmax(float* s, int64_t stride, int64_t rows, int64_t n, float
   }
 }
 
+SCOPE_BF16 void pack_p(float* weights, int64_t stride, int64_t rows, int64_t n, double* sums) {
+  const int64_t padded = round_up(n, 16);
+  for (int64_t r = 0; r < rows; ++r, weights += stride) {
+    for (int64_t j = n; j < padded; ++j) weights[j] = 0;
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t j = 0; j < padded; j += 16) {
+      const __m256i p = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + j));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(weights) + j), p);
+      sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(p), 16)));
+    }
+    sums[r] += static_cast<double>(_mm512_reduce_add_ps(sum));
+  }
+}
+
 template <int kRows, int kWidth>
 SCOPE_BF16 void accumulate_tile(const uint16_t* p, int64_t p_stride, const uint32_t* v, int64_t v_stride, int64_t key_pairs,
                                 const float* factor, float* out, int64_t out_stride) {
@@ -244,7 +258,8 @@ void accumulate(const float* p, int64_t p_stride, int64_t rows, const void* v, i
   }
 }
 
-constexpr AttendKernels kAttend = {"bf16", kPanel, sizeof(uint16_t), pack_q, pack_k, pack_v, dot, softmax, accumulate};
+constexpr AttendKernels kAttend = {"bf16", kPanel, sizeof(uint16_t), pack_q, pack_k,
+                                   pack_v, dot,    softmax,          pack_p, accumulate};
 
 }  // namespace
 

@@ -61,26 +61,29 @@ void look_up_rows(const Exec& exec, const Proxy& proxy, int64_t head, int64_t fi
   }
 }
 
-void multiply_rows(const Exec& exec, const Proxy& proxy, int64_t head, int64_t first, int64_t n, float* out, int64_t stride,
+}  // namespace
+
+void multiply_rows(const Exec& exec, const Proxy& proxy, int64_t head, Span groups, Span keys, float* out, int64_t stride,
                    float* buffer) {
   const RowsView k = proxy.k[head];
-  const float* centroids = proxy.centroids[head] + first * k.dim;
   const int64_t dim = k.dim, panel = exec.kernels->panel, row_stride = round_up(dim, kLanes);
   float* rows = buffer;
   float* packed = rows + panel * row_stride;
   float* products = packed + panel * dim;
-  for (int64_t j = 0; j < proxy.count; j += panel) {
-    const int64_t width = std::min(panel, proxy.count - j);
+  for (int64_t j = keys.begin; j < keys.end; j += panel) {
+    const int64_t width = std::min(panel, keys.end - j);
     exec.kernels->load_rows(k, proxy.rows + j, width, rows, row_stride);
     exec.kernels->pack(rows, row_stride, width, dim, packed);
-    exec.kernels->dot(centroids, dim, n, packed, width, dim, products, panel);
-    for (int64_t i = 0; i < n; ++i) {
-      for (int64_t c = 0; c < width; ++c) out[i * stride + j + c] = products[i * panel + c] * proxy.scale;
+    for (int64_t c = groups.begin; c < groups.end; c += kScoreRows) {
+      const int64_t n = std::min(kScoreRows, groups.end - c);
+      exec.kernels->dot(proxy.centroids[head] + c * dim, dim, n, packed, width, dim, products, panel);
+      for (int64_t i = 0; i < n; ++i) {
+        float* to = out + (c - groups.begin + i) * stride + j;
+        for (int64_t x = 0; x < width; ++x) to[x] = products[i * panel + x] * proxy.scale;
+      }
     }
   }
 }
-
-}  // namespace
 
 void score_rows(const Exec& exec, const Proxy& proxy, int64_t head, int64_t first, int64_t n, float* out, int64_t stride,
                 float* buffer) {
@@ -89,7 +92,7 @@ void score_rows(const Exec& exec, const Proxy& proxy, int64_t head, int64_t firs
       look_up_rows(exec, proxy, head, first, n, out, stride);
       return;
     case ProxyKind::exact:
-      multiply_rows(exec, proxy, head, first, n, out, stride, buffer);
+      multiply_rows(exec, proxy, head, {first, first + n}, {0, proxy.count}, out, stride, buffer);
       return;
   }
 }

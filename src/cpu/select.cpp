@@ -1,5 +1,5 @@
-// select on the CPU, key by key: histograms instead of sorts, in passes that recompute the proxy rows and never hold their
-// matrix. The rules that keep whole codes are in select_codes.cpp.
+// select on the CPU, key by key: histograms instead of sorts, in passes over the proxy rows. The rules that keep whole codes
+// are in select_codes.cpp.
 #include "stages/select.h"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
+#include "cpu/mean.h"
 #include "cpu/proxy_rows.h"
 #include "cpu/select_codes.h"
 
@@ -77,10 +78,11 @@ struct Weights {
 
 struct Layout {
   ProxyRows rows;
+  MeanBuffers means;
   int32_t* candidates;  // [threads, tokens] positions in one bin
 
-  Layout(Arena arena, const Exec& exec, int64_t count, int64_t dim, int64_t* bytes = nullptr)
-      : rows(arena, exec, count, dim) {
+  Layout(Arena arena, const Exec& exec, int64_t groups, int64_t count, int64_t dim, int64_t* bytes = nullptr)
+      : rows(arena, exec, groups, count, dim), means(arena, exec, count, dim) {
     candidates = arena.take<int32_t>(exec.pool->threads() * count);
     if (bytes != nullptr) *bytes = arena.used();
   }
@@ -138,13 +140,14 @@ class KeySelector {
         sizes_(args.sizes[head]),
         top_p_(args.top_p[head]),
         weights_(weights_of(args, head, Weights::bytes(args.proxy.groups)), args.proxy.groups),
-        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.count, args.proxy.k.dim) {}
+        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.groups, args.proxy.count, args.proxy.k.dim) {}
 
   void weigh() {
     *weights_.alpha = lowered_alpha(args_, head_, form_.goal);
     std::fill_n(top_p_, groups_, 0);
     if (!form_.by_mass) return;
     std::fill_n(weights_.base, groups_, 0);
+    at_.rows.fill(exec_, args_.proxy, head_);
     each_row([&](int64_t c, const float* row, int thread) {
       fill_histogram(row, weights_.histograms[c], true);
       if (form_.goal == 0) top_p_[c] = top_p_count(c, row, args_.rho, thread);
@@ -153,6 +156,7 @@ class KeySelector {
 
   void keep(const KeepArgs& out) {
     double rho = args_.rho;
+    at_.rows.fill(exec_, args_.proxy, head_);
     if (form_.goal > 0) {
       rho = out.rho != nullptr ? *out.rho : solve_rho(form_.goal, [&](double at) { return density_of(kept_at(at), n_); });
       each_row([&](int64_t c, const float* row, int thread) { top_p_[c] = top_p_count(c, row, rho, thread); });
@@ -167,7 +171,15 @@ class KeySelector {
     uint32_t* mask = out.mask[head_];
     const int64_t words = mask_words(args_.proxy.k.tokens);
     std::fill_n(mask, groups_ * words, 0u);
-    each_row([&](int64_t c, const float* row, int thread) { emit(c, row, counts[c], mask + c * words, thread); });
+    const auto emit_row = [&](int64_t c, const float* row, int thread) {
+      emit(c, row, counts[c], mask + c * words, thread);
+    };
+    if (out.mean == nullptr) return each_row(emit_row);
+    const Mean mean(exec_, *out.mean, head_, at_.means);
+    each_block([&](int64_t first, int64_t n, float* rows, int thread) {
+      rows_of(first, n, rows, thread, emit_row);
+      mean.sum_up({rows, at_.rows.stride, first, n}, thread);
+    });
   }
 
   // What the rule would keep at rho, from the histograms alone (linear inside a bin).
@@ -194,14 +206,20 @@ class KeySelector {
   }
 
  private:
+  template <class Body>
+  void each_block(const Body& body) {
+    at_.rows.each_block(exec_, args_.proxy, head_, body);
+  }
   // Of the groups with queries.
   template <class Body>
+  void rows_of(int64_t first, int64_t n, const float* rows, int thread, const Body& body) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (sizes_[first + i] > 0) body(first + i, rows + i * at_.rows.stride, thread);
+    }
+  }
+  template <class Body>
   void each_row(const Body& body) {
-    at_.rows.each_block(exec_, args_.proxy, head_, [&](int64_t first, int64_t n, float* rows, int thread) {
-      for (int64_t i = 0; i < n; ++i) {
-        if (sizes_[first + i] > 0) body(first + i, rows + i * at_.rows.stride, thread);
-      }
-    });
+    each_block([&](int64_t first, int64_t n, const float* rows, int thread) { rows_of(first, n, rows, thread, body); });
   }
 
   void fill_histogram(const float* row, Histogram& h, bool with_mass) {
@@ -327,7 +345,7 @@ int64_t weights_bytes(const Exec&, const Sizes& sizes) {
 int64_t weigh_scratch(const Exec& exec, const Sizes& sizes) {
   if (sizes.whole_codes) return weigh_codes_scratch(exec, sizes.groups, sizes.codes);
   int64_t bytes = 0;
-  Layout(Arena(), exec, sizes.k_tokens, sizes.dim, &bytes);
+  Layout(Arena(), exec, sizes.groups, sizes.k_tokens, sizes.dim, &bytes);
   return bytes;
 }
 

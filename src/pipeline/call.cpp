@@ -211,8 +211,12 @@ class Call {
   // select and tail: which keys each group keeps, and what stands for the others.
   void keep(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot) {
     const double alpha = least_share(settings_, args_.place, chunk.first);
-    backend_.keep(exec_, keep_args(frame, s, chunk, weigh_args(frame, s, chunk, slot, &alpha)));
-    if (settings_.tail != Tail::none) backend_.tail(exec_, tail_args(frame, s, chunk, slot));
+    KeepArgs keys = keep_args(frame, s, chunk, weigh_args(frame, s, chunk, slot, &alpha));
+    const TailArgs tail = tail_args(frame, s, chunk, slot);
+    const bool at_once = backend_.can.mean_in_keep && tail.tail == Tail::mean && !plan_.rule().whole_codes;
+    if (at_once) keys.mean = &tail;
+    backend_.keep(exec_, keys);
+    if (tail.tail != Tail::none && !at_once) backend_.tail(exec_, tail);
     frame.mark(Moment::other);
     backend_.finish(exec_, finish_args(frame, s, chunk, slot));
     write_selection(frame, s, chunk, slot);

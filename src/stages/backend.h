@@ -50,6 +50,7 @@ struct Capabilities {
   Choices<Rule> rules;
   Choices<TargetScope> target_scopes;
   Choices<Tail> tails;
+  bool mean_in_keep;  // where single keys are kept, `keep` makes the mean in the pass of its masks, and `tail` is not called
 };
 
 struct ContextOptions {

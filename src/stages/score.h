@@ -1,4 +1,5 @@
-// score: centroids and codes -> proxy logits, a few rows at a time; the whole matrix is never held.
+// score: centroids and codes -> what proxy logits are computed from, by whoever needs them; their matrix is no part of a
+// contract.
 #pragma once
 
 #include "core/tensor.h"
@@ -38,14 +39,19 @@ struct ScoreArgs {
   PerHead<float> tables = {};  // [groups, subspaces, codes] out
 };
 
-// How many rows score_rows is asked for at a time: enough that packing a block of keys for the exact proxy is paid
-// back, few enough that a thread's rows stay small beside the inputs.
+// Rows that are multiplied with a packed block of keys at a time.
 inline constexpr int64_t kScoreRows = 24;
 
 namespace cpu {
 void score(const Exec& exec, const ScoreArgs& args);
+struct Span {
+  int64_t begin, end;
+};
+// The exact proxy's logits of some groups and keys into out [groups, stride], whose column 0 is key 0; buffer as below.
+void multiply_rows(const Exec& exec, const Proxy& proxy, int64_t head, Span groups, Span keys, float* out, int64_t stride,
+                   float* buffer);
 // Rows [first, first + n) of one head's proxy matrix into out [n, stride], on the calling thread. `buffer` holds
-// score_rows_buffer() floats. n <= kScoreRows.
+// score_rows_buffer() floats.
 void score_rows(const Exec& exec, const Proxy& proxy, int64_t head, int64_t first, int64_t n, float* out, int64_t stride,
                 float* buffer);
 int64_t score_rows_buffer(const Exec& exec, int64_t dim);

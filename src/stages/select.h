@@ -5,6 +5,7 @@
 #include "core/tensor.h"
 #include "stages/exec.h"
 #include "stages/score.h"
+#include "stages/tail.h"
 
 namespace scope {
 
@@ -56,6 +57,7 @@ struct KeepArgs {
   PerHead<double> rho_used = {};      // [1] out: rho, or what was solved for; 0: the least that is kept is above the target
   PerHead<double> alpha_used = {};    // [1] out: alpha, or less where a target asks for it
   PerHead<uint32_t> mask = {};        // [groups, mask_words(k.tokens)] out, in token positions
+  const TailArgs* mean = nullptr;     // made in the same pass, without scratch of its own: see Capabilities::mean_in_keep
 };
 
 // k_head = ceil(sum n_c b_c / sum n_c), in integers.
