@@ -349,7 +349,7 @@ class ScopeAttention(io.ComfyNode):
                         "ComfyUI's log how many calls were sparse, and why others were dense.",
             inputs=[
                 io.Model.Input("model"),
-                io.Combo.Input("method", options=[method.name for method in scope_attn.methods()], default="scope",
+                io.Combo.Input("method", options=[method.name for method in scope_attn.methods()], default="scope-mean",
                                tooltip="How keys are chosen."),
                 io.Float.Input("target_density", default=0.2, min=0.0, max=1.0, step=0.01,
                                tooltip="The share of keys that is kept. 0: what the method's own rule gives."),

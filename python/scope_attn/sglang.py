@@ -1,4 +1,4 @@
-"""sglang-diffusion's plug-in: SCOPE_SGLANG="method=scope,target_density=0.2" makes its attention backend sparse_video_gen_2_attn ours.
+"""sglang-diffusion's plug-in: SCOPE_SGLANG="target_density=0.2" makes its attention backend sparse_video_gen_2_attn ours.
 
 That backend's metadata carries what a call must know: the layer, the schedule, the text and its padding, and a cache that lives
 as long as the video. Only its two methods and the search for its package are replaced, by the hooks that sglang has for it.
@@ -10,7 +10,7 @@ import os
 import re
 from typing import Any
 
-from ._functions import attention, methods, models, pack_bits, select
+from ._functions import attention, methods, models, pack_bits
 from ._functions import settings as known_settings
 from ._plan import State
 
@@ -39,7 +39,7 @@ def read_settings() -> tuple[str, dict[str, str]]:
         if not (name and equals and value):
             raise ValueError(f'{VARIABLE}: got "{part}", expected name=value')
         found[name] = value
-    method = found.pop("method", "scope")
+    method = found.pop("method", "scope-mean")
     for what, name, known in [("method", method, methods())] + [("setting", name, known_settings()) for name in found]:
         if name not in [row.name for row in known]:
             raise ValueError(f'{VARIABLE}: there is no {what} "{name}"; there are {", ".join(row.name for row in known)}')
@@ -100,11 +100,10 @@ def forward(self: Any, query: Any, key: Any, value: Any, attn_metadata: Any) -> 
     state = states.setdefault((self, negative, tuple(query.shape)), State())
     bits = text_at_end(batch, tokens, text) if text else None
     call = dict(rope=self.row.rope, layout="BNHD", method=self.method, model=self.row.name, scale=self.softmax_scale, state=state,
-                k_lengths=[length] * batch if padded else None, keep=bits, dense_queries=bits, dense_layers=0, dense_steps=0, warm_prefix=False,
-                **self.settings)
+                k_lengths=[length] * batch if padded else None, keep=bits, dense_queries=bits, dense_layers=0, **self.settings)
     if self.layer_idx < attn_metadata.first_layers_fp or attn_metadata.current_timestep > attn_metadata.first_times_fp:
-        if attn_metadata.zero_step_kmeans_init:
-            select(query, key, value, **call)  # for its clusters
+        if attn_metadata.zero_step_kmeans_init:  # a dense call of the library, which clusters
+            return attention(query, key, value, step=0, steps=1, dense_steps=1, warm_prefix=True, **call).contiguous()
         q, k, v = (x.transpose(1, 2) for x in (query, key[:, :length], value[:, :length]))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=self.softmax_scale or None).transpose(1, 2).contiguous()
-    return attention(query, key, value, **call).contiguous()
+    return attention(query, key, value, dense_steps=0, warm_prefix=False, **call).contiguous()

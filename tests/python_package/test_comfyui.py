@@ -3,6 +3,7 @@ stand-ins with the names that the node uses, models carry the attributes that it
 import asyncio
 import copy
 import importlib.util
+import inspect
 import logging
 import pathlib
 import sys
@@ -214,6 +215,7 @@ def test_schema(node):
     schema = node.ScopeAttention.define_schema()
     assert [x.id for x in schema.inputs] == ["model", "method", "target_density", "min_tokens", "strict", "settings"]
     assert schema.inputs[1].options["options"] == [method.name for method in scope_attn.methods()]
+    assert schema.inputs[1].options["default"] == inspect.signature(scope_attn.enable).parameters["method"].default
     assert asyncio.run(asyncio.run(node.comfy_entrypoint()).get_node_list()) == [node.ScopeAttention]
 
 

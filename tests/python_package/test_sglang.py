@@ -1,5 +1,6 @@
 """The sglang-diffusion plug-in, with sglang's hook registry, metadata and forward context as stand-ins of the same names and signatures."""
 import importlib.metadata
+import inspect
 import sys
 import types
 
@@ -104,8 +105,8 @@ def test_states(host):
                 for which, layer in enumerate(layers):
                     qkv = inputs(100 * video + 10 * step + 3 * negative + which)
                     state = states.setdefault((which, negative), scope_attn.State())
-                    direct = scope_attn.attention(*qkv, rope=(44, 42, 42), layout="BNHD", model="wan2.1-t2v-14b", dense_steps=0, dense_layers=0,
-                                                  target_density=0.3, seed=3, state=state, scale=DIM**-0.5)
+                    direct = scope_attn.attention(*qkv, rope=(44, 42, 42), layout="BNHD", method="scope-mean", model="wan2.1-t2v-14b",
+                                                  dense_steps=0, dense_layers=0, target_density=0.3, seed=3, state=state, scale=DIM**-0.5)
                     assert (layer.forward(*qkv, metadata(cache)) == direct).all()
         assert len(vars(cache)["scope_states"]) == 6
 
@@ -153,6 +154,12 @@ def test_refusals(host, monkeypatch):
         monkeypatch.setenv("SCOPE_SGLANG", text)
         with pytest.raises(ValueError, match=words):
             sglang.register()
+
+
+def test_default_method(monkeypatch):
+    """What enable() takes for diffusers."""
+    monkeypatch.setenv("SCOPE_SGLANG", "target_density=0.2")
+    assert sglang.read_settings()[0] == inspect.signature(scope_attn.enable).parameters["method"].default
 
 
 def test_a_comma_before_a_digit_belongs_to_the_value(monkeypatch):
