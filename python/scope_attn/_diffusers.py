@@ -31,15 +31,27 @@ class Family(NamedTuple):
     rows: str  # how the names of its models() begin
     rope: Any  # of a transformer: its channels along T, H and W
     layers: Any  # of a transformer: its self-attentions, first to last
-    joint_text: bool  # text stands behind the video's tokens
+    joint_text: bool = False  # text stands behind the video's tokens
+    depths: Any = None  # of a transformer: the layers of the schedule that its self-attentions count as; None: their own order
+    splits: bool = False  # diffusers has a plan for context parallelism
+
+    def depths_of(self, model) -> list[int]:
+        return self.depths(model) if self.depths else list(range(len(self.layers(model))))
+
+
+def wan_rope(model):
+    return model.rope.t_dim, model.rope.h_dim, model.rope.w_dim
 
 
 FAMILIES = {
-    "WanTransformer3DModel": Family("wan", lambda model: (model.rope.t_dim, model.rope.h_dim, model.rope.w_dim),
-                                    lambda model: [block.attn1 for block in model.blocks], False),
+    "WanTransformer3DModel": Family("wan", wan_rope, lambda model: [block.attn1 for block in model.blocks], splits=True),
+    # A VACE block gives its result to the block that it counts as.
+    "WanVACETransformer3DModel": Family("wan", wan_rope, lambda model: [block.attn1 for block in (*model.blocks, *model.vace_blocks)],
+                                        depths=lambda model: [*range(len(model.blocks)), *model.config.vace_layers]),
     "HunyuanVideoTransformer3DModel": Family("hunyuanvideo", lambda model: tuple(model.config.rope_axes_dim),
                                              lambda model: [block.attn for block in
-                                                            (*model.transformer_blocks, *model.single_transformer_blocks)], True),
+                                                            (*model.transformer_blocks, *model.single_transformer_blocks)],
+                                             joint_text=True),
 }
 
 
@@ -170,8 +182,8 @@ class Processor(Enabled):
     _attention_backend = None
     _parallel_config = None
 
-    def __init__(self, own, run: Run, expert: Expert, layer: int):
-        self.own, self.run, self.expert, self.layer = own, run, expert, layer
+    def __init__(self, own, run: Run, expert: Expert, layer: int, depth: int):
+        self.own, self.run, self.expert, self.layer, self.depth = own, run, expert, layer, depth
         self.routed = copy.copy(own)
         self.routed._attention_backend, self.routed._parallel_config = BACKEND, None
         self._attention_backend, self._parallel_config = own._attention_backend, getattr(own, "_parallel_config", None)
@@ -239,7 +251,7 @@ class Processor(Enabled):
             behind = packed_text(q.shape[0], q.shape[1], tokens)
             text = dict(q_lengths=lengths, k_lengths=lengths, keep=behind, dense_queries=behind)
         plan = _functions.plan_for(_torch, q, k, True, bool(text), run.method, run.model, run.rope, run.texts)
-        at = dict(layer=self.layer, step=place.step, steps=place.steps)
+        at = dict(layer=self.depth, step=place.step, steps=place.steps)
         reason = plan.reason(**at)
         if reason is not Reason.SPARSE and not plan.clusters(**at):
             return None, WHY[reason], None
@@ -260,9 +272,8 @@ WHY = {Reason.SPARSE: "", Reason.DENSE_METHOD: "the method is dense", Reason.DEN
 
 def why_not_parallel(family: Family, parallel) -> str:
     """Why layers with this configuration of diffusers cannot be sparse; "": they can."""
-    if family.joint_text:
-        return ("context parallelism: diffusers has no plan for HunyuanVideo, whose text stands behind the video's tokens; run it on one "
-                "rank, or leave it dense")
+    if not family.splits:
+        return "context parallelism: diffusers has plans for Wan's plain transformers alone; run this one on one rank, or leave it dense"
     ring = parallel.context_parallel_config.ring_degree
     if ring > 1:
         return (f"context parallelism: got ring_degree={ring}, expected ulysses_degree alone: in a ring a rank sees the keys piece by "
@@ -384,7 +395,7 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
         raise ValueError(f"min_tokens: got {min_tokens}, expected 0 or more")
     models = transformers_of(pipe)
     some = next(iter(models.values()))
-    rope, layers = family.rope(some), family.layers(some)
+    rope = family.rope(some)
     for name, transformer in models.items():
         for layer, attn in enumerate(family.layers(transformer)):
             parallel = getattr(attn.processor, "_parallel_config", None)
@@ -396,7 +407,7 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
     settings = {"state_dtype": "bf16", **settings}
     if target_density is not None:
         settings["target_density"] = target_density
-    model = model or row_of(pipe, family, some, rope, len(layers))
+    model = model or row_of(pipe, family, some, rope, 1 + max(family.depths_of(some)))
     heads, dim = some.config.num_attention_heads, some.config.attention_head_dim
     plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, rope=rope, method=method, model=model, **settings)  # refuses
     shares_rho = plan.setting("target_scope") == "sample" and (
@@ -407,8 +418,8 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
         run.experts.append(expert)
         run.hooks.append(transformer.register_forward_pre_hook(functools.partial(run.begin, expert), with_kwargs=True))
         note_branches(transformer, expert)
-        for layer, attn in enumerate(family.layers(transformer)):
-            attn.set_processor(Processor(attn.processor, run, expert, layer))
+        for layer, (attn, depth) in enumerate(zip(family.layers(transformer), family.depths_of(transformer))):
+            attn.set_processor(Processor(attn.processor, run, expert, layer, depth))
 
 
 def note_branches(transformer, expert: Expert):

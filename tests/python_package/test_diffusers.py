@@ -24,6 +24,7 @@ KINDS = {
     "wan2.1": (tiny.wan, tiny.make_wan),
     "wan2.2": (lambda: tiny.wan(experts=2), tiny.make_wan),
     "wan2.2-ti2v": (lambda: tiny.wan(expand_timesteps=True), tiny.make_wan),
+    "vace": (tiny.vace, tiny.make_vace),
     "hunyuan": (tiny.hunyuan, tiny.make_hunyuan),
     "hunyuan-i2v": (lambda: tiny.hunyuan(image_condition_type="token_replace"), tiny.make_hunyuan),
 }
@@ -39,22 +40,24 @@ def self_attentions(pipe):
     for transformer in (pipe.transformer, getattr(pipe, "transformer_2", None)):
         if transformer is not None:
             yield from (module for name, module in transformer.named_modules()
-                        if re.fullmatch(r"(single_)?(transformer_)?blocks\.\d+\.attn1?", name))
+                        if re.fullmatch(r"(single_|vace_)?(transformer_)?blocks\.\d+\.attn1?", name))
 
 
 def test_density_one_and_restored(kind):
     """Every key kept, batch 2: the untouched pipeline to rounding. Disabled: its bits, and its processors."""
     make, run = kind
     pipe = make()
-    attributes = {name: set(vars(model)) for name, model in pipe.components.items() if isinstance(model, torch.nn.Module)}
+    attributes = {name: set(vars(model)) for name, model in pipe.components.items()
+                  if name.startswith("transformer") and model is not None}
     own = [attn.processor for attn in self_attentions(pipe)]
-    assert len(own) in (3, 6)
+    layers = len(own) // (1 if getattr(pipe, "transformer_2", None) is None else 2)
+    assert layers in (3, 5)
     untouched = run(pipe, batch=2)
     scope_attn.enable(pipe, target_density=1, min_tokens=0)
     out = run(pipe, batch=2)
     assert 0 < (out - untouched).abs().max() < tiny.ROUNDING
     calls = scope_attn.receipt(pipe).calls
-    assert len(calls) == 2 * tiny.STEPS * 3, "layers of one transformer, two branches"
+    assert len(calls) == 2 * tiny.STEPS * layers, "layers of one transformer, two branches"
     assert all(call.density == 1 for call in calls) and any(call.sparse for call in calls)
     scope_attn.disable(pipe)
     assert all(attn.processor is processor for attn, processor in zip(self_attentions(pipe), own))
@@ -143,6 +146,18 @@ def test_experts():
     last = max(call.step for call in calls if call.expert == "transformer")
     assert 0 < last < 7 and {call.step for call in calls if call.expert == "transformer_2"} == set(range(last + 1, 8))
     assert held == [[0, 0]] + [[4, 0]] * last + [[0, 4]] * (6 - last) + [[0, 0]], "two layers, two branches; none after the last step"
+
+
+def test_vace():
+    """The schedule takes a VACE block for the block that it stands beside, and both have a state of their own."""
+    pipe = tiny.vace()
+    scope_attn.enable(pipe, dense_steps=0, **SPARSE)
+    tiny.make_vace(pipe)
+    receipt = scope_attn.receipt(pipe)
+    assert receipt.settings["model"] == "wan2.1-t2v-14b"
+    assert {call.layer for call in receipt.calls if "dense_layers" in call.why} == {0, 3}
+    assert {call.layer for call in receipt.calls if call.sparse} == {1, 2, 4}
+    assert [call.layer for call in receipt.calls][:5] == [3, 4, 0, 1, 2]
 
 
 def test_branches_without_names():
@@ -451,12 +466,12 @@ def test_parallel_hunyuan():
     pipe = tiny.hunyuan()
     own = pipe.transformer.transformer_blocks[0].attn.processor
     own._parallel_config = parallel(ulysses_degree=2)
-    with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism: diffusers has no plan for HunyuanVideo"):
+    with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism: diffusers has plans for Wan.s plain"):
         scope_attn.enable(pipe)
     own._parallel_config = None
     scope_attn.enable(pipe, **SPARSE)
     pipe.transformer.transformer_blocks[0].attn.processor._parallel_config = parallel(ulysses_degree=2)
-    with pytest.raises(RuntimeError, match="context parallelism: diffusers has no plan for HunyuanVideo"):
+    with pytest.raises(RuntimeError, match="context parallelism: diffusers has plans for Wan.s plain"):
         tiny.make_hunyuan(pipe)
 
 

@@ -2,8 +2,8 @@
 import os
 
 import torch
-from diffusers import (FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel, UniPCMultistepScheduler,
-                       WanPipeline, WanTransformer3DModel)
+from diffusers import (AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel,
+                       UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel, WanVACEPipeline, WanVACETransformer3DModel)
 
 DEVICE = os.environ.get("SCOPE_TEST_DEVICE", "cpu")
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -25,9 +25,12 @@ def wan_transformer(seed=0, layers=3, in_channels=4, heads=2):
                                        out_channels=4, text_dim=16, freq_dim=32, ffn_dim=64, num_layers=layers))
 
 
+def wan_scheduler():
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+
+
 def wan(experts=1, heads=2, **config):
-    pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=wan_transformer(heads=heads),
-                       scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=wan_transformer(heads=heads), scheduler=wan_scheduler(),
                        transformer_2=wan_transformer(seed=1, heads=heads) if experts == 2 else None,
                        boundary_ratio=0.9 if experts == 2 else None, **config)
     pipe.set_progress_bar_config(disable=True)
@@ -40,6 +43,23 @@ def make_wan(pipe, batch=1, seed=0, steps=STEPS, side=128, text_tokens=6, **opti
     text, negative = randn(2, batch, text_tokens, 16, generator=generator)
     return pipe(prompt_embeds=text, negative_prompt_embeds=negative, height=side, width=side, num_frames=13, num_inference_steps=steps,
                 generator=generator, output_type="latent", **options).frames
+
+
+def vace():
+    """Three blocks, of which two have a VACE block beside them; a VAE too, which encodes what the video is to follow."""
+    torch.manual_seed(4)
+    transformer = ready(WanVACETransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=24, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+        ffn_dim=64, num_layers=3, vace_layers=[0, 2], vace_in_channels=2 * 4 + 64))
+    vae = ready(AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4))
+    pipe = WanVACEPipeline(tokenizer=None, text_encoder=None, vae=vae, transformer=transformer, scheduler=wan_scheduler())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_vace(pipe, batch=1, **options):
+    """The pipeline makes one video at a time."""
+    return make_wan(pipe, **options)
 
 
 def hunyuan(**config):
