@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import time
 import warnings
@@ -17,12 +18,20 @@ from typing import Any, NamedTuple, Optional
 import torch
 from diffusers.models import attention_dispatch
 
-from . import _functions, _torch
+from . import _functions, _processors, _torch
 from ._plan import Plan, Reason, State, Stats, text_of
 from ._receipt import Call, Receipt
 
 EXPERTS = "transformer", "transformer_2"
 MAX_TEXTS = 4  # branches of a pipeline that does not name them
+
+
+class Text(NamedTuple):
+    """Text tokens among the video's."""
+
+    tokens: int  # of each sample
+    masks: tuple[torch.Tensor, ...]  # what says how many of them are valid
+    count: Any  # of the masks: so many in each sample
 
 
 class Family(NamedTuple):
@@ -31,8 +40,9 @@ class Family(NamedTuple):
     rows: str  # how the names of its models() begin
     rope: Any  # of a transformer: its channels along T, H and W
     layers: Any  # of a transformer: its self-attentions, first to last
-    joint_text: bool = False  # text stands behind the video's tokens
+    text: Any = None  # of a pass's arguments by name: the Text behind the video's tokens; None: there is none
     depths: Any = None  # of a transformer: the layers of the schedule that its self-attentions count as; None: their own order
+    processors: Any = None  # by the name of a layer's own processor, ours in its place; None: its own, which dispatches
     splits: bool = False  # diffusers has a plan for context parallelism
 
     def depths_of(self, model) -> list[int]:
@@ -43,15 +53,41 @@ def wan_rope(model):
     return model.rope.t_dim, model.rope.h_dim, model.rope.w_dim
 
 
+def count_valid(*masks: torch.Tensor) -> list[int]:
+    """diffusers counts them, wherever they stand, and so do we."""
+    return [int(count) for count in sum(mask.sum(1) for mask in masks).tolist()]
+
+
+def hunyuan_text(given: dict[str, Any]) -> Text:
+    return Text(given["encoder_hidden_states"].shape[1], (given["encoder_attention_mask"],), count_valid)
+
+
+def hunyuan15_text(given: dict[str, Any]) -> Text:
+    """Two texts and an image, which is not there if it is nothing but zeros."""
+    image = given["image_embeds"]
+
+    def count(mask, mask_2, image):
+        first = image.shape[1] if image.any() else 0
+        return [first + valid for valid in count_valid(mask, mask_2)]
+
+    tokens = given["encoder_hidden_states"].shape[1] + given["encoder_hidden_states_2"].shape[1] + image.shape[1]
+    return Text(tokens, (given["encoder_attention_mask"], given["encoder_attention_mask_2"], image), count)
+
+
+def rope_axes(model):
+    return tuple(model.config.rope_axes_dim)
+
+
 FAMILIES = {
     "WanTransformer3DModel": Family("wan", wan_rope, lambda model: [block.attn1 for block in model.blocks], splits=True),
     # A VACE block gives its result to the block that it counts as.
     "WanVACETransformer3DModel": Family("wan", wan_rope, lambda model: [block.attn1 for block in (*model.blocks, *model.vace_blocks)],
                                         depths=lambda model: [*range(len(model.blocks)), *model.config.vace_layers]),
-    "HunyuanVideoTransformer3DModel": Family("hunyuanvideo", lambda model: tuple(model.config.rope_axes_dim),
-                                             lambda model: [block.attn for block in
-                                                            (*model.transformer_blocks, *model.single_transformer_blocks)],
-                                             joint_text=True),
+    "HunyuanVideoTransformer3DModel": Family("hunyuanvideo-13b", rope_axes, lambda model: [
+        block.attn for block in (*model.transformer_blocks, *model.single_transformer_blocks)], text=hunyuan_text),
+    "HunyuanVideo15Transformer3DModel": Family("hunyuanvideo-1.5", rope_axes, lambda model: [
+        block.attn for block in model.transformer_blocks], text=hunyuan15_text,
+        processors={"HunyuanVideo15AttnProcessor2_0": _processors.HunyuanVideo15}),
 }
 
 
@@ -85,7 +121,7 @@ class Expert(Enabled):
         self.place: Optional[Place] = None
         self.states: dict[str, dict[int, State]] = {}
         self.texts: dict[str, torch.Tensor] = {}  # by branch, where the pipeline names none
-        self.lengths: dict[str, tuple[torch.Tensor, list[int]]] = {}  # by branch: a mask, and what was read from it
+        self.lengths: dict[str, tuple[tuple[torch.Tensor, ...], list[int]]] = {}  # by branch: masks, and what was read from them
 
     def branch_of(self, text: torch.Tensor) -> str:
         """By the pipeline's name, else by the text itself."""
@@ -102,10 +138,10 @@ class Expert(Enabled):
         self.texts[branch] = text
         return branch
 
-    def text_lengths(self, branch: str, mask: torch.Tensor) -> list[int]:
-        """Valid text tokens, read once for each mask: diffusers counts them, wherever they stand, and so do we."""
-        if branch not in self.lengths or self.lengths[branch][0] is not mask:
-            self.lengths[branch] = mask, [int(count) for count in mask.sum(1).tolist()]
+    def text_lengths(self, branch: str, text: Text) -> list[int]:
+        """Valid text tokens, read once for each prompt."""
+        if branch not in self.lengths or any(known is not mask for known, mask in zip(self.lengths[branch][0], text.masks)):
+            self.lengths[branch] = text.masks, text.count(*text.masks)
         return self.lengths[branch][1]
 
 
@@ -115,6 +151,8 @@ class Run(Enabled):
     def __init__(self, pipe, family, method, model, settings, rope, min_tokens, strict, shares_rho):
         self.pipe, self.scheduler = weakref.ref(pipe), pipe.scheduler
         self.family, self.method, self.model, self.rope = family, method, model, rope
+        transformer = next(iter(transformers_of(pipe).values()))
+        self.parameters = list(inspect.signature(type(transformer).forward).parameters)[1:]  # of a pass, in order
         self.texts = tuple(f"{name}={text_of(value)}" for name, value in settings.items())
         self.settings, self.min_tokens, self.strict, self.shares_rho = settings, min_tokens, strict, shares_rho
         self.shares_branches = any(row.name == method and row.shares_branches for row in _functions.methods())
@@ -147,12 +185,12 @@ class Run(Enabled):
         for other in self.experts:
             if other is not expert and other.states:
                 other.clear()
-        argument = lambda name, at: kwargs[name] if name in kwargs else args[at]
-        text = argument("encoder_hidden_states", 2)
-        branch = expert.branch_of(text)
+        given = {**dict(zip(self.parameters, args)), **kwargs}
+        branch = expert.branch_of(given["encoder_hidden_states"])
         lengths, text_tokens = None, 0
-        if self.family.joint_text:
-            text_tokens, lengths = text.shape[1], expert.text_lengths(branch, argument("encoder_attention_mask", 3))
+        if self.family.text:
+            text = self.family.text(given)
+            text_tokens, lengths = text.tokens, expert.text_lengths(branch, text)
         expert.place = Place(min(step, steps - 1), steps, branch, text_tokens, lengths)
         for index, attn in enumerate(self.family.layers(transformer)):
             if not isinstance(attn.processor, Processor):
@@ -184,7 +222,8 @@ class Processor(Enabled):
 
     def __init__(self, own, run: Run, expert: Expert, layer: int, depth: int):
         self.own, self.run, self.expert, self.layer, self.depth = own, run, expert, layer, depth
-        self.routed = copy.copy(own)
+        replacements = run.family.processors
+        self.routed = replacements[type(own).__name__]() if replacements else copy.copy(own)
         self.routed._attention_backend, self.routed._parallel_config = BACKEND, None
         self._attention_backend, self._parallel_config = own._attention_backend, getattr(own, "_parallel_config", None)
         number = next(_numbers)
@@ -243,10 +282,10 @@ class Processor(Enabled):
     def sparse(self, q, k, v, mask, scale, place, tokens):
         """What came out (None: the schedule says dense), why it is dense, and statistics."""
         run = self.run
-        if mask is not None and not run.family.joint_text:
+        if mask is not None and not run.family.text:
             raise ValueError(f"attention_mask: layer {self.layer} got one, and {type(self.own).__name__} has none when it is not causal")
         text = {}
-        if run.family.joint_text:
+        if run.family.text:
             lengths = [tokens + length for length in place.lengths]
             behind = packed_text(q.shape[0], q.shape[1], tokens)
             text = dict(q_lengths=lengths, k_lengths=lengths, keep=behind, dense_queries=behind)
@@ -401,9 +440,11 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
             parallel = getattr(attn.processor, "_parallel_config", None)
             if parallel is not None and why_not_parallel(family, parallel):
                 raise RuntimeError(f"pipe.{name}: {why_not_parallel(family, parallel)}")
-            if not hasattr(attn.processor, "_attention_backend"):
-                raise TypeError(f"pipe.{name}: layer {layer} has a {type(attn.processor).__name__}, expected a processor that attends "
-                                "through diffusers' backends")
+            kind = type(attn.processor).__name__
+            if family.processors and kind not in family.processors:
+                raise TypeError(f"pipe.{name}: layer {layer} has a {kind}, expected a {' or '.join(family.processors)}")
+            if not family.processors and not hasattr(attn.processor, "_attention_backend"):
+                raise TypeError(f"pipe.{name}: layer {layer} has a {kind}, expected a processor that attends through diffusers' backends")
     settings = {"state_dtype": "bf16", **settings}
     if target_density is not None:
         settings["target_density"] = target_density

@@ -12,6 +12,8 @@ namespace {
 
 constexpr Model::Svg2 kWanSvg2{300, 0.2};
 constexpr Model::Svoo kWan21{0.90, 0.15, 0.20, 11, 40, 50};
+constexpr Model::Svg2 kHunyuanSvg2{400, 0.1};
+constexpr Model::Svoo kHunyuan{0.88, 0.05, 0.10, 6, 50, 50};
 
 const Model kTable[] = {
     {"wan2.1-t2v-14b",
@@ -129,8 +131,22 @@ const Model kTable[] = {
      0.88,
      0.1,
      true,
-     {400, 0.1},
-     {0.88, 0.05, 0.10, 6, 50, 50}},
+     kHunyuanSvg2,
+     kHunyuan},
+    // Its shape is published, a schedule for sparse attention is not: that of HunyuanVideo.
+    {"hunyuanvideo-1.5",
+     "HunyuanVideo 1.5, 121 frames at 720p, up to 1,985 tokens of text and image",
+     54,
+     16,
+     128,
+     {16, 56, 56},
+     {31, 45, 80},
+     50,
+     0.88,
+     0.1,
+     true,
+     kHunyuanSvg2,
+     kHunyuan},
 };
 
 }  // namespace

@@ -27,6 +27,7 @@ KINDS = {
     "vace": (tiny.vace, tiny.make_vace),
     "hunyuan": (tiny.hunyuan, tiny.make_hunyuan),
     "hunyuan-i2v": (lambda: tiny.hunyuan(image_condition_type="token_replace"), tiny.make_hunyuan),
+    "hunyuan-1.5": (tiny.hunyuan15, tiny.make_hunyuan15),
 }
 SPARSE = dict(target_density=0.2, min_tokens=0)
 
@@ -76,7 +77,7 @@ def test_sparse(kind):
     receipt = scope_attn.receipt(pipe)
     sparse = [call for call in receipt.calls if call.sparse]
     assert all(abs(call.density - 0.2) < 0.03 for call in sparse) and abs(receipt.density - 0.2) < 0.01
-    assert {call.branch for call in sparse} == {"cond", "uncond"}
+    assert {call.branch.replace("pred_", "") for call in sparse} == {"cond", "uncond"}
     first = {}
     for call in sparse:
         assert call.stats.warm == ((call.expert, call.branch, call.layer) in first)
@@ -106,7 +107,8 @@ def test_schedule():
 
 def test_rows():
     """rho and schedule are those of the library's rows."""
-    for make, row in ((tiny.wan, "wan2.1-t2v-14b"), (lambda: tiny.wan(experts=2), "wan2.2-a14b"), (tiny.hunyuan, "hunyuanvideo-13b")):
+    for make, row in ((tiny.wan, "wan2.1-t2v-14b"), (lambda: tiny.wan(experts=2), "wan2.2-a14b"), (tiny.hunyuan, "hunyuanvideo-13b"),
+                      (tiny.hunyuan15, "hunyuanvideo-1.5")):
         pipe = make()
         scope_attn.enable(pipe)
         assert scope_attn.receipt(pipe).settings["model"] == row
@@ -213,6 +215,22 @@ def test_text_mask():
     padding[:, 7:] += 1
     words[:, 6] += 1
     assert (make(padding) - out).abs().max() < tiny.ROUNDING < (make(words) - out).abs().max()
+
+
+def test_text_and_image():
+    """HunyuanVideo 1.5: text and an image behind the video, without what is padding; an image of zeros is none."""
+    pipe = tiny.hunyuan15()
+    scope_attn.enable(pipe, dense_steps=0, **SPARSE)
+    given = dict(hidden_states=tiny.randn(1, 9, 4, 16, 16), timestep=tiny.randn(1), encoder_hidden_states=tiny.randn(1, 10, 16),
+                 encoder_attention_mask=torch.arange(10, device=tiny.DEVICE)[None] < 7, encoder_hidden_states_2=tiny.randn(1, 6, 12),
+                 encoder_attention_mask_2=torch.arange(6, device=tiny.DEVICE)[None] > 2)
+    pipe.scheduler.set_timesteps(3)
+    for image, valid in ((torch.zeros_like(tiny.randn(1, 5, 8)), 7 + 3), (tiny.randn(1, 5, 8), 7 + 3 + 5)):
+        with torch.no_grad():
+            pipe.transformer(**given, image_embeds=image)
+        call = scope_attn.receipt(pipe).calls[-1]
+        pairs = 256 * (call.density * 256 + valid) + valid * (256 + valid)
+        assert call.sparse and abs(call.stats.total_density - pairs / (256 + valid) ** 2) < 1e-4
 
 
 def test_min_tokens():
@@ -448,6 +466,10 @@ def test_refusals():
     with pytest.raises(TypeError, match="layer 1 has a function, expected a processor that attends through"):
         scope_attn.enable(pipe)
     pipe.transformer.blocks[1].attn1.processor = own
+    other = tiny.hunyuan15()
+    other.transformer.transformer_blocks[2].attn.processor = own
+    with pytest.raises(TypeError, match="layer 2 has a WanAttnProcessor, expected a HunyuanVideo15AttnProcessor2_0"):
+        scope_attn.enable(other)
     own._parallel_config = parallel(ring_degree=2)
     with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism: got ring_degree=2, expected ulysses_degree alone"):
         scope_attn.enable(pipe)

@@ -1,9 +1,11 @@
 """Pipelines of diffusers with tiny random transformers, and their inputs: no text encoder, no VAE, latents out."""
 import os
+import types
 
 import torch
-from diffusers import (AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel,
-                       UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel, WanVACEPipeline, WanVACETransformer3DModel)
+from diffusers import (AutoencoderKLWan, ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline,
+                       HunyuanVideo15Transformer3DModel, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel, UniPCMultistepScheduler,
+                       WanPipeline, WanTransformer3DModel, WanVACEPipeline, WanVACETransformer3DModel)
 
 DEVICE = os.environ.get("SCOPE_TEST_DEVICE", "cpu")
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -82,3 +84,35 @@ def make_hunyuan(pipe, batch=1, seed=0, steps=STEPS):
     return pipe(prompt_embeds=text, pooled_prompt_embeds=pooled[0], prompt_attention_mask=mask, negative_prompt_embeds=negative,
                 negative_pooled_prompt_embeds=pooled[1], negative_prompt_attention_mask=mask.flip(0), true_cfg_scale=2.0, height=128,
                 width=128, num_frames=13, num_inference_steps=steps, generator=generator, output_type="latent").frames
+
+
+class Sizes(torch.nn.Module):
+    """What HunyuanVideo 1.5's pipeline asks its VAE."""
+
+    device, temporal_compression_ratio, spatial_compression_ratio = torch.device(DEVICE), 4, 8
+    config = types.SimpleNamespace(latent_channels=4)
+
+
+def hunyuan15():
+    torch.manual_seed(5)
+    transformer = ready(HunyuanVideo15Transformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=24, num_layers=3, num_refiner_layers=1, patch_size=2,
+        text_embed_dim=16, text_embed_2_dim=12, image_embed_dim=8, rope_axes_dim=(4, 10, 10), task_type="t2v"))
+    pipe = HunyuanVideo15Pipeline(text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None, vae=Sizes(),
+                                  transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+                                  guider=ClassifierFreeGuidance(guidance_scale=3.0))
+    pipe.vision_num_semantic_tokens = 5
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_hunyuan15(pipe, batch=1, seed=0, steps=STEPS):
+    """Latents of 4x16x16, 256 tokens, and 10 + 6 of text with padding, and 5 of an image that is not there."""
+    generator = torch.Generator().manual_seed(seed)
+    given = {}
+    for name, valid in (("", [7, 4]), ("negative_", [3, 10])):
+        given[f"{name}prompt_embeds"] = randn(batch, 10, 16, generator=generator)
+        given[f"{name}prompt_embeds_2"] = randn(batch, 6, 12, generator=generator)
+        given[f"{name}prompt_embeds_mask"] = (torch.arange(10)[None] < torch.tensor(valid)[:batch, None]).to(DEVICE)
+        given[f"{name}prompt_embeds_mask_2"] = (torch.arange(6)[None] >= torch.tensor(valid)[:batch, None] // 2).to(DEVICE)
+    return pipe(**given, height=128, width=128, num_frames=13, num_inference_steps=steps, generator=generator, output_type="latent").frames

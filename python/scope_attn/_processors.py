@@ -1,0 +1,28 @@
+"""What stands between a layer and the attention backend where diffusers' own processor cannot: its projections, norms and RoPE.
+
+HunyuanVideo 1.5 makes a mask of tokens x tokens before it attends, 12.9 GB at 720p, and CogVideoX calls PyTorch itself. These end in
+diffusers' dispatcher, with tokens before heads.
+"""
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.embeddings import apply_rotary_emb
+
+
+class HunyuanVideo15:
+    """[video | text], and a mask of the text's valid tokens, which come first."""
+
+    _attention_backend = _parallel_config = None
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, rotation):
+        heads = attn.heads, -1
+        q, k, v = (project(hidden_states).unflatten(2, heads) for project in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = (apply_rotary_emb(x, rotation, sequence_dim=1) for x in (attn.norm_q(q), attn.norm_k(k)))
+        text_q, text_k, text_v = (project(encoder_hidden_states).unflatten(2, heads)
+                                  for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        text_q, text_k = attn.norm_added_q(text_q), attn.norm_added_k(text_k)
+        ticket, valid = attention_mask
+        valid = torch.nn.functional.pad(valid.bool(), (hidden_states.shape[1], 0), value=True)[:, None, None]
+        q, k, v = (torch.cat(pair, 1) for pair in ((q, text_q), (k, text_k), (v, text_v)))
+        out = dispatch_attention_fn(q, k, v, attn_mask=(ticket, valid), backend=self._attention_backend).flatten(2, 3).to(q.dtype)
+        video, text = out.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
+        return attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)
