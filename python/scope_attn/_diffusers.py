@@ -30,17 +30,18 @@ class Text(NamedTuple):
     """Text tokens among the video's."""
 
     tokens: int  # of each sample
-    masks: tuple[torch.Tensor, ...]  # what says how many of them are valid
-    count: Any  # of the masks: so many in each sample
+    masks: tuple[torch.Tensor, ...] = ()  # what says how many of them are valid; none: all are
+    count: Any = None  # of the masks: so many in each sample
 
 
 class Family(NamedTuple):
     """What we know of a transformer class of diffusers."""
 
     rows: str  # how the names of its models() begin
-    rope: Any  # of a transformer: its channels along T, H and W
+    rope: Any  # of a transformer: its channels along T, H and W; None: it rotates none
     layers: Any  # of a transformer: its self-attentions, first to last
     text: Any = None  # of a pass's arguments by name: the Text behind the video's tokens; None: there is none
+    text_first: bool = False  # it stands before them
     depths: Any = None  # of a transformer: the layers of the schedule that its self-attentions count as; None: their own order
     processors: Any = None  # by the name of a layer's own processor, ours in its place; None: its own, which dispatches
     splits: bool = False  # diffusers has a plan for context parallelism
@@ -74,6 +75,12 @@ def hunyuan15_text(given: dict[str, Any]) -> Text:
     return Text(tokens, (given["encoder_attention_mask"], given["encoder_attention_mask_2"], image), count)
 
 
+def cog_rope(model):
+    """As get_3d_rotary_pos_embed of diffusers cuts the channels; CogVideoX-2b has none."""
+    dim = model.config.attention_head_dim
+    return (dim // 4, dim // 8 * 3, dim // 8 * 3) if model.config.use_rotary_positional_embeddings else None
+
+
 def rope_axes(model):
     return tuple(model.config.rope_axes_dim)
 
@@ -88,6 +95,10 @@ FAMILIES = {
     "HunyuanVideo15Transformer3DModel": Family("hunyuanvideo-1.5", rope_axes, lambda model: [
         block.attn for block in model.transformer_blocks], text=hunyuan15_text,
         processors={"HunyuanVideo15AttnProcessor2_0": _processors.HunyuanVideo15}),
+    "CogVideoXTransformer3DModel": Family("cogvideox", cog_rope, lambda model: [block.attn1 for block in model.transformer_blocks],
+                                          text=lambda given: Text(given["encoder_hidden_states"].shape[1]), text_first=True,
+                                          processors={name: _processors.CogVideoX for name in
+                                                      ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")}),
 }
 
 
@@ -97,8 +108,8 @@ class Place(NamedTuple):
     step: int
     steps: int
     branch: str
-    text_tokens: int  # behind the video's
-    lengths: Optional[list[int]]  # valid text tokens of each sample
+    text_tokens: int  # behind the video's, or before them
+    lengths: Optional[list[int]]  # valid text tokens of each sample; None: all are
 
 
 class Enabled:
@@ -119,6 +130,7 @@ class Expert(Enabled):
 
     def clear(self):
         self.place: Optional[Place] = None
+        self.passes: dict[str, int] = {}  # by branch, where the scheduler does not count steps
         self.states: dict[str, dict[int, State]] = {}
         self.texts: dict[str, torch.Tensor] = {}  # by branch, where the pipeline names none
         self.lengths: dict[str, tuple[tuple[torch.Tensor, ...], list[int]]] = {}  # by branch: masks, and what was read from them
@@ -174,10 +186,14 @@ class Run(Enabled):
         pipe = self.pipe()
         self.scheduler = self.scheduler if pipe is None else pipe.scheduler
         first = getattr(self.scheduler, "begin_index", None) or 0  # above 0: video to video
-        index = getattr(self.scheduler, "step_index", None)
-        step, steps = (first if index is None else index) - first, len(self.scheduler.timesteps) - first
+        steps = len(self.scheduler.timesteps) - first
+        counts = hasattr(self.scheduler, "step_index")
+        index = self.scheduler.step_index if counts else None
+        step = (first if index is None else index) - first
+        if not counts:  # CogVideoX's do not, and the pipeline may run a part of the steps
+            steps = min(steps, getattr(pipe, "num_timesteps", steps))
         place = expert.place
-        if self.timesteps is not self.scheduler.timesteps or (place is not None and step < place.step):
+        if self.timesteps is not self.scheduler.timesteps or (counts and place is not None and step < place.step):
             parallel = getattr(self.family.layers(transformer)[0].processor, "_parallel_config", None)
             self.timesteps, self.receipt = self.scheduler.timesteps, self.new_receipt(steps, parallel)
             for every in self.experts:
@@ -190,7 +206,10 @@ class Run(Enabled):
         lengths, text_tokens = None, 0
         if self.family.text:
             text = self.family.text(given)
-            text_tokens, lengths = text.tokens, expert.text_lengths(branch, text)
+            text_tokens, lengths = text.tokens, expert.text_lengths(branch, text) if text.masks else None
+        if not counts:
+            step = expert.passes.get(branch, 0)
+            expert.passes[branch] = step + 1
         expert.place = Place(min(step, steps - 1), steps, branch, text_tokens, lengths)
         for index, attn in enumerate(self.family.layers(transformer)):
             if not isinstance(attn.processor, Processor):
@@ -225,7 +244,7 @@ class Processor(Enabled):
         replacements = run.family.processors
         self.routed = replacements[type(own).__name__]() if replacements else copy.copy(own)
         self.routed._attention_backend, self.routed._parallel_config = BACKEND, None
-        self._attention_backend, self._parallel_config = own._attention_backend, getattr(own, "_parallel_config", None)
+        self._attention_backend, self._parallel_config = (getattr(own, name, None) for name in ("_attention_backend", "_parallel_config"))
         number = next(_numbers)
         processors[number] = self
         self.ticket = _torch.ticket(number)
@@ -286,9 +305,9 @@ class Processor(Enabled):
             raise ValueError(f"attention_mask: layer {self.layer} got one, and {type(self.own).__name__} has none when it is not causal")
         text = {}
         if run.family.text:
-            lengths = [tokens + length for length in place.lengths]
-            behind = packed_text(q.shape[0], q.shape[1], tokens)
-            text = dict(q_lengths=lengths, k_lengths=lengths, keep=behind, dense_queries=behind)
+            lengths = None if place.lengths is None else [tokens + length for length in place.lengths]
+            bits = packed_text(q.shape[0], q.shape[1], 0 if run.family.text_first else tokens, place.text_tokens)
+            text = dict(q_lengths=lengths, k_lengths=lengths, keep=bits, dense_queries=bits)
         plan = _functions.plan_for(_torch, q, k, True, bool(text), run.method, run.model, run.rope, run.texts)
         at = dict(layer=self.depth, step=place.step, steps=place.steps)
         reason = plan.reason(**at)
@@ -321,10 +340,10 @@ def why_not_parallel(family: Family, parallel) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def packed_text(batch: int, tokens: int, video: int) -> torch.Tensor:
-    """The text behind a video's tokens as a mask: every query sees it, and it sees everything."""
+def packed_text(batch: int, tokens: int, first: int, count: int) -> torch.Tensor:
+    """The text among a video's tokens as a mask: every query sees it, and it sees everything."""
     text = torch.zeros(batch, tokens, dtype=torch.bool)
-    text[:, video:] = True
+    text[:, first:first + count] = True
     return _torch.pack_bits(text)
 
 

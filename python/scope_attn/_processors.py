@@ -26,3 +26,22 @@ class HunyuanVideo15:
         out = dispatch_attention_fn(q, k, v, attn_mask=(ticket, valid), backend=self._attention_backend).flatten(2, 3).to(q.dtype)
         video, text = out.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
         return attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)
+
+
+class CogVideoX:
+    """[text | video] without a mask; the video alone is rotated, in CogVideoX-2b nothing is."""
+
+    _attention_backend = _parallel_config = None
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, rotation):
+        text = encoder_hidden_states.shape[1]
+        joint = torch.cat([encoder_hidden_states, hidden_states], 1)
+        q, k, v = attn.to_qkv(joint).chunk(3, -1) if attn.fused_projections else (attn.to_q(joint), attn.to_k(joint), attn.to_v(joint))
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+        if attn.norm_q is not None:
+            q, k = attn.norm_q(q), attn.norm_k(k)
+        if rotation is not None:
+            q, k = (torch.cat([x[:, :text], apply_rotary_emb(x[:, text:], rotation, sequence_dim=1)], 1) for x in (q, k))
+        out = dispatch_attention_fn(q, k, v, attn_mask=attention_mask, backend=self._attention_backend)
+        out = attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
+        return out[:, text:], out[:, :text]

@@ -147,6 +147,20 @@ const Model kTable[] = {
      true,
      kHunyuanSvg2,
      kHunyuan},
+    // Its shape is published, a schedule for sparse attention is not: that of Wan.
+    {"cogvideox-5b",
+     "CogVideoX and CogVideoX1.5 5B, 81 frames at 768p in the latter, up to 226 text tokens",
+     42,
+     48,
+     64,
+     {16, 24, 24},
+     {11, 48, 85},
+     50,
+     0.90,
+     0.2,
+     false,
+     kWanSvg2,
+     kWan21},
 };
 
 }  // namespace

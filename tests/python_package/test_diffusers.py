@@ -28,6 +28,9 @@ KINDS = {
     "hunyuan": (tiny.hunyuan, tiny.make_hunyuan),
     "hunyuan-i2v": (lambda: tiny.hunyuan(image_condition_type="token_replace"), tiny.make_hunyuan),
     "hunyuan-1.5": (tiny.hunyuan15, tiny.make_hunyuan15),
+    "cogvideox": (tiny.cogvideox, tiny.make_cogvideox),
+    "cogvideox-2b": (lambda: tiny.cogvideox(rotary=False), tiny.make_cogvideox),
+    "cogvideox-1.5": (lambda: tiny.cogvideox(patch_size_t=2, patch_bias=False), tiny.make_cogvideox),
 }
 SPARSE = dict(target_density=0.2, min_tokens=0)
 
@@ -58,7 +61,8 @@ def test_density_one_and_restored(kind):
     out = run(pipe, batch=2)
     assert 0 < (out - untouched).abs().max() < tiny.ROUNDING
     calls = scope_attn.receipt(pipe).calls
-    assert len(calls) == 2 * tiny.STEPS * layers, "layers of one transformer, two branches"
+    branches = {call.branch for call in calls}
+    assert len(calls) == len(branches) * tiny.STEPS * layers, "layers of one transformer"
     assert all(call.density == 1 for call in calls) and any(call.sparse for call in calls)
     scope_attn.disable(pipe)
     assert all(attn.processor is processor for attn, processor in zip(self_attentions(pipe), own))
@@ -77,7 +81,8 @@ def test_sparse(kind):
     receipt = scope_attn.receipt(pipe)
     sparse = [call for call in receipt.calls if call.sparse]
     assert all(abs(call.density - 0.2) < 0.03 for call in sparse) and abs(receipt.density - 0.2) < 0.01
-    assert {call.branch.replace("pred_", "") for call in sparse} == {"cond", "uncond"}
+    assert "+".join(sorted({call.branch for call in sparse})) in ("cond+uncond", "pred_cond+pred_uncond", "cond_uncond")
+    assert {call.step for call in sparse} | {call.step for call in receipt.calls} == set(range(tiny.STEPS))
     first = {}
     for call in sparse:
         assert call.stats.warm == ((call.expert, call.branch, call.layer) in first)
@@ -108,7 +113,7 @@ def test_schedule():
 def test_rows():
     """rho and schedule are those of the library's rows."""
     for make, row in ((tiny.wan, "wan2.1-t2v-14b"), (lambda: tiny.wan(experts=2), "wan2.2-a14b"), (tiny.hunyuan, "hunyuanvideo-13b"),
-                      (tiny.hunyuan15, "hunyuanvideo-1.5")):
+                      (tiny.hunyuan15, "hunyuanvideo-1.5"), (tiny.cogvideox, "cogvideox-5b")):
         pipe = make()
         scope_attn.enable(pipe)
         assert scope_attn.receipt(pipe).settings["model"] == row
@@ -215,6 +220,40 @@ def test_text_mask():
     padding[:, 7:] += 1
     words[:, 6] += 1
     assert (make(padding) - out).abs().max() < tiny.ROUNDING < (make(words) - out).abs().max()
+
+
+def test_text_first():
+    """CogVideoX: every query sees the text before the video, and it sees everything."""
+    pipe = tiny.cogvideox()
+    scope_attn.enable(pipe, dense_steps=0, **SPARSE)
+    out = tiny.make_cogvideox(pipe)
+    call = scope_attn.receipt(pipe).calls[-1]
+    assert abs(call.stats.total_density - (256 * (call.density * 256 + 6) + 6 * (256 + 6)) / (256 + 6) ** 2) < 1e-4
+    pipe.fuse_qkv_projections()
+    with pytest.raises(RuntimeError, match="its processor was replaced by a FusedCogVideoXAttnProcessor2_0"):
+        tiny.make_cogvideox(pipe)
+    pipe = tiny.cogvideox()
+    pipe.fuse_qkv_projections()
+    scope_attn.enable(pipe, dense_steps=0, target_density=1, min_tokens=0)
+    fused = tiny.make_cogvideox(pipe)
+    scope_attn.disable(pipe)
+    assert (fused - tiny.make_cogvideox(pipe)).abs().max() < tiny.ROUNDING < (out - fused).abs().max()
+
+
+def test_steps_of_a_part():
+    """A scheduler that counts no steps, in a pipeline that runs a part of them."""
+    pipe = tiny.cogvideox()
+    scope_attn.enable(pipe, **SPARSE)
+    text = tiny.randn(2, 6, 16)
+    pipe.scheduler.set_timesteps(8)
+    pipe._num_timesteps = 5
+    with torch.no_grad():
+        for timestep in pipe.scheduler.timesteps[3:]:
+            rotation = pipe._prepare_rotary_positional_embeddings(128, 128, 4, tiny.DEVICE)
+            pipe.transformer(tiny.randn(2, 4, 4, 16, 16), text, timestep.expand(2).to(tiny.DEVICE), image_rotary_emb=rotation)
+    receipt = scope_attn.receipt(pipe)
+    assert [call.step for call in receipt.calls if call.layer == 1] == [0, 1, 2, 3, 4] and receipt.settings["steps"] == 5
+    assert [call.sparse for call in receipt.calls if call.layer == 1] == [False] + [True] * 4
 
 
 def test_text_and_image():
@@ -339,6 +378,22 @@ def test_compiled():
         assert (tiny.make_wan(pipe) == eager).all()
         scope_attn.disable(pipe)
         assert (tiny.make_wan(pipe) == untouched).all()
+
+
+@pytest.mark.parametrize("name, count", [("hunyuan-1.5", 1), ("cogvideox", 2)])
+def test_compiled_processors(name, count):
+    """Ours in the place of diffusers' own: one graph for all blocks, or two where the first gets views, and the same bits."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    make, run = KINDS[name]
+    pipe = make()
+    scope_attn.enable(pipe, **SPARSE)
+    eager, graphs = run(pipe), CompileCounterWithBackend("aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in pipe.transformer.transformer_blocks:
+            block.compile(fullgraph=True, backend=graphs)
+        assert (run(pipe) == eager).all() and graphs.frame_count == count
 
 
 def test_backends_of_dense_calls():

@@ -3,9 +3,9 @@ import os
 import types
 
 import torch
-from diffusers import (AutoencoderKLWan, ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline,
-                       HunyuanVideo15Transformer3DModel, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel, UniPCMultistepScheduler,
-                       WanPipeline, WanTransformer3DModel, WanVACEPipeline, WanVACETransformer3DModel)
+from diffusers import (AutoencoderKLWan, ClassifierFreeGuidance, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel,
+                       FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel, HunyuanVideoPipeline,
+                       HunyuanVideoTransformer3DModel, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel, WanVACEPipeline, WanVACETransformer3DModel)
 
 DEVICE = os.environ.get("SCOPE_TEST_DEVICE", "cpu")
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -116,3 +116,21 @@ def make_hunyuan15(pipe, batch=1, seed=0, steps=STEPS):
         given[f"{name}prompt_embeds_mask"] = (torch.arange(10)[None] < torch.tensor(valid)[:batch, None]).to(DEVICE)
         given[f"{name}prompt_embeds_mask_2"] = (torch.arange(6)[None] >= torch.tensor(valid)[:batch, None] // 2).to(DEVICE)
     return pipe(**given, height=128, width=128, num_frames=13, num_inference_steps=steps, generator=generator, output_type="latent").frames
+
+
+def cogvideox(rotary=True, **config):
+    torch.manual_seed(6)
+    transformer = ready(CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=3,
+        sample_width=16, sample_height=16, sample_frames=13, max_text_seq_length=6, use_rotary_positional_embeddings=rotary, **config))
+    pipe = CogVideoXPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=transformer, scheduler=CogVideoXDDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_cogvideox(pipe, batch=1, seed=0, steps=STEPS):
+    """Latents of 4x16x16, 256 tokens (in patches of two frames 128), behind 6 of text; both branches are one batch."""
+    generator = torch.Generator().manual_seed(seed)
+    text, negative = randn(2, batch, 6, 16, generator=generator)
+    return pipe(prompt_embeds=text, negative_prompt_embeds=negative, height=128, width=128, num_frames=13, num_inference_steps=steps,
+                guidance_scale=2.0, generator=generator, output_type="latent").frames
