@@ -16,7 +16,7 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
               target_density: Optional[float] = None, state: Optional[State] = None, layout: str = "BHND", model: Optional[str] = None,
               scale: float = 0.0, layer: int = -1, step: int = -1, steps: int = 0, q_lengths: Any = None, k_lengths: Any = None,
               valid_queries: Any = None, valid_keys: Any = None, keep: Any = None, dense_queries: Any = None,
-              stats: Optional[Stats] = None, **settings: Any) -> Array:
+              stats: Optional[Stats] = None, return_lse: bool = False, **settings: Any) -> Any:
     """Sparse attention: softmax(scale q k) v over the keys that `method` keeps for each query.
 
     q, k, v: numpy arrays or PyTorch tensors on one device, float32, float16 or bfloat16 (a GPU takes the last two), [batch,
@@ -34,6 +34,8 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
     valid_queries, valid_keys: [batch, tokens] booleans; False: padding before the length too.
     keep, dense_queries: [batch, tokens] booleans: keys that every query sees, queries that see every valid key (text).
     stats: a Stats that the call fills.
+    return_lse: returns a pair, out and the natural log-sum-exp of the scores behind each of its rows, float32 [batch, heads,
+        tokens] in either layout, by which results over parts of the keys merge; -inf for a query without keys.
     settings: any setting by its own name, such as rho=0.8 or tail="first_order"; settings() lists them.
 
     Lengths and masks are the host's, whatever the device of q. A mask that many calls share can be packed once by pack_bits.
@@ -47,6 +49,15 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
     >>> everything = scope_attn.attention(q, k, v, rope=(24, 20, 20), rho=1)
     >>> bool(abs(everything - dense).max() < 1e-5)
     True
+
+    Two halves of the keys, merged:
+
+    >>> halves = [scope_attn.attention(q, k[:, :, part], v[:, :, part], method="dense", return_lse=True)
+    ...           for part in (slice(256), slice(256, None))]
+    >>> weight = [numpy.exp(lse)[..., None] for _, lse in halves]
+    >>> merged = sum(w * out for w, (out, _) in zip(weight, halves)) / sum(weight)
+    >>> bool(abs(merged - dense).max() < 1e-5)
+    True
     """
     if target_density is not None:
         settings["target_density"] = target_density
@@ -57,19 +68,20 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
     tokens = q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries
     if hasattr(q, "requires_grad"):
         from . import _torch
-        return _torch.attention(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, tokens, stats)
-    return run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, *tokens, stats)
+        return _torch.attention(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, tokens, stats,
+                                return_lse)
+    return run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, *tokens, stats, return_lse)
 
 
 def run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, q_lengths, k_lengths, valid_queries,
-        valid_keys, keep, dense_queries, stats=None):
+        valid_keys, keep, dense_queries, stats=None, return_lse=False):
     """attention with the plan from the cache."""
     arrays = arrays_of(q)
     plan = plan_for(arrays, q, k, tokens_first, dense_queries is not None, method, model, rope, texts)
-    out = arrays.empty_like(q)
+    out, lse = arrays.empty_like(q), arrays.empty_floats(plan._q_shape[0][:3], q) if return_lse else None
     plan._launch(plan._plan.libscope.run, arrays, tokens_first, q, k, v, out, state, scale, layer, step, steps,
-                 tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries), None, stats)
-    return out
+                 tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries), None, stats, lse)
+    return (out, lse) if return_lse else out
 
 
 def plan_for(arrays, q, k, tokens_first, dense_queries, method, model, rope, texts) -> Plan:

@@ -35,6 +35,10 @@ def empty_words(shape, like):
     return numpy.empty(shape, numpy.int32)
 
 
+def empty_floats(shape, like):
+    return numpy.empty(shape, numpy.float32)
+
+
 def as_bits(x):
     return x.view(numpy.uint32)
 

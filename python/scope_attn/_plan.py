@@ -419,13 +419,14 @@ class Plan(Handle):
 
     def run(self, q: Any, k: Any, v: Any, *, state: Optional[State] = None, layout: str = "BHND", scale: float = 0.0, layer: int = -1,
             step: int = -1, steps: int = 0, q_lengths: Any = None, k_lengths: Any = None, valid_queries: Any = None,
-            valid_keys: Any = None, keep: Any = None, dense_queries: Any = None, stats: Optional[Stats] = None) -> Any:
+            valid_keys: Any = None, keep: Any = None, dense_queries: Any = None, stats: Optional[Stats] = None,
+            return_lse: bool = False) -> Any:
         """One attention call; the arguments are attention()'s."""
         arrays = arrays_of(q)
-        out = arrays.empty_like(q)
+        out, lse = arrays.empty_like(q), arrays.empty_floats(self._q_shape[0][:3], q) if return_lse else None
         self._launch(self._plan.libscope.run, arrays, token_major(layout), q, k, v, out, state, scale, layer, step, steps,
-                     tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries), None, stats)
-        return out
+                     tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries), None, stats, lse)
+        return (out, lse) if return_lse else out
 
     def select(self, q: Any, k: Any, v: Any = None, *, state: Optional[State] = None, layout: str = "BHND", scale: float = 0.0,
                q_lengths: Any = None, k_lengths: Any = None, valid_queries: Any = None, valid_keys: Any = None, keep: Any = None,
@@ -478,7 +479,7 @@ class Plan(Handle):
         to.head_stride = head if shape[1 + tokens_first] > 1 else 0
         to.token_stride = token if shape[2 - tokens_first] > 1 else 0
 
-    def _launch(self, function, arrays, tokens_first, q, k, v, out, state, scale, layer, step, steps, tokens, selection, stats):
+    def _launch(self, function, arrays, tokens_first, q, k, v, out, state, scale, layer, step, steps, tokens, selection, stats, lse=None):
         a = self._arguments
         with self.context.lock:
             self._point(arrays, "q", q, self._q_shape[tokens_first], tokens_first, self._q)
@@ -504,7 +505,7 @@ class Plan(Handle):
                 layer = state.layer if layer < 0 else layer
                 step, steps = (state.step, state.steps) if step < 0 else (step, steps)
             a.scale, a.layer, a.step, a.steps = scale, layer, step, steps
-            if not tokens and selection is None and stats is None:
+            if not tokens and selection is None and stats is None and lse is None:
                 function(self._plan.handle, self._by_reference)
                 return
             try:
@@ -513,13 +514,15 @@ class Plan(Handle):
                     a.selection = _c_api.pointer(_c_api.Selection(**{
                         field.name: arrays.address(x) for field in dataclasses.fields(selection)
                         for x in [getattr(selection, field.name)] if x is not None}))
+                if lse is not None:
+                    a.lse = arrays.address(lse)
                 if stats is not None:
                     a.report, a.stats = stats._begin(self), _c_api.pointer(stats._stats)
                 function(self._plan.handle, self._by_reference)
                 if stats is not None:
                     stats._plan = self
             finally:
-                a.q_lengths = a.k_lengths = a.valid_queries = a.valid_keys = a.keep = a.dense_queries = a.report = None
+                a.q_lengths = a.k_lengths = a.valid_queries = a.valid_keys = a.keep = a.dense_queries = a.report = a.lse = None
                 a.selection = a.stats = None
 
     def _host_bits(self, name: str, x: Any):

@@ -1,4 +1,4 @@
-"""PyTorch tensors as the C ABI sees them, and the operators scope_attn::attention and attention_with_state."""
+"""PyTorch tensors as the C ABI sees them, and the operators scope_attn::attention, with and without a state and the log-sum-exp."""
 import torch
 
 from . import _c_api, _functions, _plan
@@ -35,6 +35,10 @@ def address(x):
 
 def empty_words(shape, like):
     return torch.empty(shape, dtype=torch.int32, device=like.device)
+
+
+def empty_floats(shape, like):
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def as_bits(x):
@@ -130,25 +134,32 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     _tags.append(torch.Tag.cudagraph_unsafe)
 _library = torch.library.Library("scope_attn", "DEF")
 _rest = ("str method, str? model, str[] settings, int[]? rope, bool tokens_first, float scale, SymInt layer, SymInt step, SymInt steps, "
-         "Tensor? q_lengths, Tensor? k_lengths, Tensor? valid_queries, Tensor? valid_keys, Tensor? keep, Tensor? dense_queries) -> Tensor")
-_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_rest}", tags=_tags)
-_library.define(f"attention_with_state(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {_rest}", tags=_tags)
+         "Tensor? q_lengths, Tensor? k_lengths, Tensor? valid_queries, Tensor? valid_keys, Tensor? keep, Tensor? dense_queries)")
 
 
-@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
-def _attention(q, k, v, *rest):
-    return _functions.run(q, k, v, None, *rest)
+def define_operator(name, with_state, return_lse):
+    state = ", Tensor(a!) state" if with_state else ""
+    _library.define(f"{name}(Tensor q, Tensor k, Tensor v{state}, {_rest} -> {'(Tensor, Tensor)' if return_lse else 'Tensor'}", tags=_tags)
+
+    def call(q, k, v, *rest):
+        state, rest = (state_of(rest[0]), rest[1:]) if with_state else (None, rest)
+        return _functions.run(q, k, v, state, *rest, return_lse=return_lse)
+
+    def fake(q, k, v, *rest):
+        if not return_lse:
+            return torch.empty_like(q)
+        tokens_first = rest[4 + with_state]
+        return torch.empty_like(q), empty_floats((q.shape[0], q.shape[2], q.shape[1]) if tokens_first else q.shape[:3], q)
+
+    torch.library.impl(_library, name, "CompositeExplicitAutograd")(call)
+    torch.library.register_fake(f"scope_attn::{name}", fake, lib=_library)
+    return getattr(torch.ops.scope_attn, name).default
 
 
-@torch.library.impl(_library, "attention_with_state", "CompositeExplicitAutograd")
-def _attention_with_state(q, k, v, state, *rest):
-    return _functions.run(q, k, v, state_of(state), *rest)
-
-
-for _name in ("attention", "attention_with_state"):
-    torch.library.register_fake(f"scope_attn::{_name}", lambda q, *rest: torch.empty_like(q), lib=_library)
-_without_state = torch.ops.scope_attn.attention.default
-_with_state = torch.ops.scope_attn.attention_with_state.default
+# By whether there is a state, and whether the log-sum-exp is asked for.
+_operators = {(with_state, return_lse): define_operator("attention" + "_with_state" * with_state + "_and_lse" * return_lse, with_state,
+                                                        return_lse)
+              for with_state in (False, True) for return_lse in (False, True)}
 
 
 def on_host(x):
@@ -156,14 +167,15 @@ def on_host(x):
     return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(x)
 
 
-def attention(q, k, v, state, method, model, settings, rope, tokens_first, scale, layer, step, steps, tokens, stats):
+def attention(q, k, v, state, method, model, settings, rope, tokens_first, scale, layer, step, steps, tokens, stats, return_lse):
     compiling = torch.compiler.is_compiling()
     if stats is not None and compiling:
         raise RuntimeError("stats: not under torch.compile, where nobody can look at them")
     rest = method, model, settings, rope, tokens_first, scale, layer, step, steps
     if stats is not None or (type(q) is torch.Tensor and not compiling):
-        return _functions.run(q, k, v, state, *rest, *tokens, stats)  # what the operators do, without the dispatcher's microseconds
+        return _functions.run(q, k, v, state, *rest, *tokens, stats, return_lse)  # what the operators do, without the dispatcher's microseconds
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError("q, k, v: they require gradients, and sparse attention has no backward pass; use torch.no_grad() or detach()")
     rest = *rest, *[on_host(x) for x in tokens]
-    return _without_state(q, k, v, *rest) if state is None else _with_state(q, k, v, state.ticket, *rest)
+    operator = _operators[state is not None, return_lse]
+    return operator(q, k, v, *rest) if state is None else operator(q, k, v, state.ticket, *rest)

@@ -19,7 +19,7 @@ import scope_attn
 from scope_attn import _c_api, _functions, _plan
 
 ROPE = (24, 20, 20)
-GIVEN = ("q_lengths", "k_lengths", "valid_queries", "valid_keys", "keep", "dense_queries", "report", "stats", "selection")
+GIVEN = ("q_lengths", "k_lengths", "valid_queries", "valid_keys", "keep", "dense_queries", "report", "stats", "selection", "lse")
 rng = np.random.default_rng(1)
 
 
@@ -101,6 +101,24 @@ def check_masks():
     assert (scope_attn.attend_selected(q, k, v, selection, **padding) == out).all()
     assert not any(getattr(_functions.kept_plan(q.shape, k.shape, 0, -1, False, True, "scope", None, ROPE, ("target_density=0.3",))
                            ._arguments, name) for name in GIVEN), "a call leaves no addresses behind"
+
+
+def check_lse():
+    """The log-sum-exp of dense and of all-keeping calls against float64, and of a query that sees nothing."""
+    q, k, v = qkv()
+    logits = np.einsum("bhid,bhjd->bhij", q.astype(float), k.astype(float)) / 8
+    expected = np.log(np.exp(logits).sum(-1))
+    for given in (dict(method="dense"), dict(rope=ROPE, rho=1), dict(rope=ROPE, method="scope-mean", target_density=1)):
+        out, lse = scope_attn.attention(q, k, v, return_lse=True, **given)
+        assert lse.dtype == np.float32 and lse.shape == q.shape[:3] and np.abs(lse - expected).max() < 1e-5
+        assert (out == scope_attn.attention(q, k, v, **given)).all()
+        token_major = [x.swapaxes(1, 2) for x in (q, k, v)]
+        assert (scope_attn.attention(*token_major, layout="BNHD", return_lse=True, **given)[1] == lse).all()
+    sparse = scope_attn.attention(q, k, v, rope=ROPE, target_density=0.3, return_lse=True)[1]
+    assert (sparse < expected).all(), "fewer keys"
+    plan = scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, method="dense")
+    out, lse = plan.run(q, k, v, k_lengths=[0, 280], return_lse=True)
+    assert (lse[0] == -np.inf).all() and not out[0].any() and np.abs(lse[1] - expected[1]).max() < 1e-5
 
 
 def check_states():
@@ -267,6 +285,6 @@ def check_library():
 
 
 tried = check_examples()
-for check in (check_layouts, check_masks, check_states, check_places, check_refusals, check_threads, check_fork, check_library):
+for check in (check_layouts, check_masks, check_lse, check_states, check_places, check_refusals, check_threads, check_fork, check_library):
     check()
 print(f"scope_attn over numpy: {tried} examples, layouts, masks, states, threads, forks and refusals")

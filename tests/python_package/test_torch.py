@@ -95,6 +95,26 @@ def test_compile(qkv):
         assert (compiled(*views) == attend(*qkv)).all()
 
 
+def test_lse(qkv):
+    """The log-sum-exp of a density-1 call against float64, eager and compiled, with and without a state."""
+    q, k, v = qkv
+    exact = torch.logsumexp(q.double() @ k.double().transpose(2, 3) / 8, -1)
+    state, settings = scope_attn.State(), dict(rope=ROPE, rho=1, return_lse=True)
+    token_major = [x.transpose(1, 2).contiguous() for x in qkv]
+    ways = {"eager": lambda q, k, v: scope_attn.attention(q, k, v, **settings),
+            "with a state": lambda q, k, v: scope_attn.attention(q, k, v, state=state, **settings)}
+    with torch.no_grad():
+        for name, way in ways.items():
+            for call in (way, torch.compile(way, fullgraph=True)):
+                out, lse = call(*qkv)
+                assert lse.dtype == torch.float32 and lse.device == q.device, name
+                assert (lse - exact).abs().max() < (1e-5 if q.dtype == torch.float32 else 0.02), name
+        assert (out == scope_attn.attention(*qkv, rope=ROPE, rho=1)).all()
+        compiled = torch.compile(lambda q, k, v: scope_attn.attention(q, k, v, layout="BNHD", **settings), fullgraph=True)
+        out, again = compiled(*token_major)
+        assert again.shape == (2, 3, 280) and (again == scope_attn.attention(*qkv, **settings)[1]).all()
+
+
 class Layer(torch.nn.Module):
     def __init__(self, index, text):
         super().__init__()
@@ -157,6 +177,7 @@ def test_states_in_order(qkv):
 def test_operators(qkv):
     arguments = ("scope", None, ["target_density=0.3"], list(ROPE), False, 0.0, -1, -1, 0) + (None,) * 6
     torch.library.opcheck(torch.ops.scope_attn.attention.default, (*qkv, *arguments))
+    torch.library.opcheck(torch.ops.scope_attn.attention_and_lse.default, (*qkv, *arguments))
     state = scope_attn.State()
     scope_attn.attention(*qkv, state=state, **SETTINGS)
     operator = torch.ops.scope_attn.attention_with_state.default
