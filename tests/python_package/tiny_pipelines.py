@@ -5,7 +5,8 @@ import types
 import torch
 from diffusers import (AutoencoderKLWan, ClassifierFreeGuidance, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel,
                        FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel, HunyuanVideoPipeline,
-                       HunyuanVideoTransformer3DModel, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel, WanVACEPipeline, WanVACETransformer3DModel)
+                       HunyuanVideoTransformer3DModel, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel, WanVACEPipeline,
+                       WanVACETransformer3DModel)
 
 DEVICE = os.environ.get("SCOPE_TEST_DEVICE", "cpu")
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -53,7 +54,8 @@ def vace():
     transformer = ready(WanVACETransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=24, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
         ffn_dim=64, num_layers=3, vace_layers=[0, 2], vace_in_channels=2 * 4 + 64))
-    vae = ready(AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4))
+    vae = ready(AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
+                                 latents_std=[1.0] * 4))
     pipe = WanVACEPipeline(tokenizer=None, text_encoder=None, vae=vae, transformer=transformer, scheduler=wan_scheduler())
     pipe.set_progress_bar_config(disable=True)
     return pipe
