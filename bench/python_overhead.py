@@ -1,10 +1,15 @@
-"""What a call from Python costs besides the C call: everything but that, which is left out; prints microseconds.
+"""What a call from Python costs besides the C call, and on a GPU that it neither copies nor waits; prints one JSON object.
 
     SCOPE_LIBRARY=build/release/libscope.so PYTHONPATH=python python3 bench/python_overhead.py [--device cuda]
 
-The smallest of many batches counts, since other work on the machine only adds to them.
+`added_us` is everything but the C call, which is left out, `whole_us` the host's time with it. The smallest of many batches counts,
+since other work on the machine only adds to them. On a GPU 10 warm calls run under torch.profiler: any copy or wait among them,
+or a profiler that does not see a deliberate one, is an error.
 """
 import argparse
+import json
+import platform
+import sys
 import time
 
 import numpy
@@ -15,21 +20,25 @@ from scope_attn import _c_api
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device", default="cpu")
 options = parser.parse_args()
+on_gpu = options.device.startswith("cuda")
 settings = dict(rope=(24, 20, 20), target_density=0.25)
+CALLS = 10
 try:
     import torch
 except ImportError:
     torch = None
 
 
-def smallest(call, batch=20, batches=300):
+def smallest(call, batch=20, batches=200):
     times = []
     for _ in range(batches):
         start = time.perf_counter()
         for _ in range(batch):
             call()
         times.append(time.perf_counter() - start)
-    return 1e6 * min(times) / batch
+        if on_gpu:
+            torch.cuda.synchronize()
+    return round(1e6 * min(times) / batch, 1)
 
 
 def ways_of(kind, q, k, v, dtype):
@@ -39,18 +48,66 @@ def ways_of(kind, q, k, v, dtype):
             f"attention, {kind}": lambda: scope_attn.attention(q, k, v, state=states[1], **settings)}
 
 
+def watch(call):
+    """What the calls launched, copied and waited for. A wait at the profiler's own end is not among them."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function("the calls"):
+            for _ in range(CALLS):
+                call()
+        torch.cuda.synchronize()
+    events = list(profiler.events())
+    marks = [event.time_range for event in events if event.name == "the calls" and event.device_type.name == "CPU"]
+    inside = [event.name for event in events if event.device_type.name == "CPU"
+              and any(mark.start <= event.time_range.start and event.time_range.end <= mark.end for mark in marks)]
+    on_device = [event.name for event in events if event.device_type.name != "CPU"]
+    return dict(calls=CALLS, launches=sum("Launch" in name for name in inside),
+                kernels=sum(not name.startswith(("Memcpy", "Memset", "the calls")) for name in on_device),
+                memcpy=sum("memcpy" in name.lower() for name in inside) + sum(name.startswith("Memcpy") for name in on_device),
+                synchronize=sum("synchronize" in name.lower() for name in inside))
+
+
 x = numpy.random.default_rng(0).standard_normal((3, 1, 1, 32, 64), numpy.float32)
-ways = ways_of("numpy", *x, "float32") if options.device == "cpu" else {}
+ways = {} if on_gpu else ways_of("numpy", *x, "float32")
+found = dict(device=platform.processor() or platform.machine(), python=platform.python_version(), scope=_c_api.library().version().decode())
 if torch is not None:
     torch.set_grad_enabled(False)
-    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    found["torch"] = torch.__version__
+    if on_gpu:
+        found["device"] = torch.cuda.get_device_name(options.device)
+    dtype = "bfloat16" if on_gpu else "float32"
     q, k, v = torch.from_numpy(x).to(options.device, getattr(torch, dtype))
     ways.update(ways_of("PyTorch", q, k, v, dtype))
     state = scope_attn.State()
     compiled = torch.compile(lambda q, k, v: scope_attn.attention(q, k, v, state=state, **settings), fullgraph=True)
     ways["attention, compiled"] = lambda: compiled(q, k, v)  # with what every compiled graph costs
-for call in ways.values():
-    call()  # plans, states and graphs are made
+for name, call in list(ways.items()):
+    try:
+        for _ in range(3):
+            call()  # plans, states and graphs are made
+    except Exception as error:
+        if name != "attention, compiled":
+            raise
+        found["not compiled"] = str(error).splitlines()[0]  # for want of a compiler, for example
+        del ways[name]
+wrong = []
+if on_gpu:
+    text = scope_attn.pack_bits(torch.arange(32)[None] >= 24)
+    state_with_text = scope_attn.State()
+    watched = {**ways, "attention with text": lambda: scope_attn.attention(q, k, v, state=state_with_text, keep=text, dense_queries=text,
+                                                                          q_lengths=[30], k_lengths=[30], **settings)}
+    watched["attention with text"]()
+    found["warm_calls"] = {name: watch(call) for name, call in watched.items()}
+    deliberate = lambda: (ways["attention, PyTorch"]().cpu(), torch.cuda.current_stream().synchronize())
+    control = found["a copy and a wait in each"] = watch(deliberate)
+    wrong = [f"{name}: {seen}" for name, seen in found["warm_calls"].items()
+             if seen["memcpy"] or seen["synchronize"] or not (seen["launches"] and seen["kernels"])]
+    if control["memcpy"] < CALLS or control["synchronize"] < CALLS:
+        wrong.append(f"the profiler does not see copies and waits: {control}")
+found["whole_us"] = {name: smallest(call, batches=50) for name, call in ways.items()}
 _c_api.library().run = lambda *arguments: None
-for name, call in ways.items():
-    print(f"{name:24} {smallest(call):6.1f} us")
+found["added_us"] = {name: smallest(call) for name, call in ways.items()}
+found["wrong"] = wrong
+print(json.dumps(found))
+sys.exit(bool(wrong))
