@@ -125,7 +125,8 @@ def cogvideox(rotary=True, **config):
     transformer = ready(CogVideoXTransformer3DModel(
         num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=3,
         sample_width=16, sample_height=16, sample_frames=13, max_text_seq_length=6, use_rotary_positional_embeddings=rotary, **config))
-    pipe = CogVideoXPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=transformer, scheduler=CogVideoXDDIMScheduler())
+    scheduler = CogVideoXDDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing", rescale_betas_zero_snr=True)
+    pipe = CogVideoXPipeline(tokenizer=None, text_encoder=None, vae=None, transformer=transformer, scheduler=scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
