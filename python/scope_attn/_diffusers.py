@@ -19,10 +19,10 @@ import torch
 from diffusers.models import attention_dispatch
 
 from . import _functions, _processors, _torch
-from ._plan import Plan, Reason, State, Stats, text_of
+from ._plan import Plan, Reason, State, Stats, ranges_of, text_of
 from ._receipt import Call, Receipt
 
-EXPERTS = "transformer", "transformer_2"
+EXPERTS = "transformer", "transformer_2", "transformer_ref"
 MAX_TEXTS = 4  # branches of a pipeline that does not name them
 
 
@@ -32,19 +32,21 @@ class Text(NamedTuple):
     tokens: int  # of each sample
     masks: tuple[torch.Tensor, ...] = ()  # what says how many of them are valid; none: all are
     count: Any = None  # of the masks: so many in each sample
+    tags: Optional[torch.Tensor] = None  # of each token, 0: the video's; None: the text stands behind or before them
 
 
 class Family(NamedTuple):
     """What we know of a transformer class of diffusers."""
 
     rows: str  # how the names of its models() begin
-    rope: Any  # of a transformer: its channels along T, H and W; None: it rotates none
+    rope: Any  # of a transformer: how many channels it rotates along T, H and W, or which; None: it rotates none
     layers: Any  # of a transformer: its self-attentions, first to last
     text: Any = None  # of a pass's arguments by name: the Text behind the video's tokens; None: there is none
     text_first: bool = False  # it stands before them
     depths: Any = None  # of a transformer: the layers of the schedule that its self-attentions count as; None: their own order
     processors: Any = None  # by the name of a layer's own processor, ours in its place; None: its own, which dispatches
-    splits: bool = False  # diffusers has a plan for context parallelism
+    rope_first: bool = False  # layers give their processor RoPE before the mask, and no text
+    splits: bool = False  # by diffusers' plan for context parallelism
 
     def depths_of(self, model) -> list[int]:
         return self.depths(model) if self.depths else list(range(len(self.layers(model))))
@@ -81,6 +83,18 @@ def cog_rope(model):
     return (dim // 4, dim // 8 * 3, dim // 8 * 3) if model.config.use_rotary_positional_embeddings else None
 
 
+def minimax_rope(model):
+    """Channel i turns with channel i + 3 f; the last ones do not turn."""
+    f, dim = model.config.rope_freq_dim, model.config.attention_head_dim
+    axes = [(*range(axis * f, axis * f + f), *range((axis + 3) * f, (axis + 4) * f)) for axis in range(3)]
+    return (*axes, tuple(range(6 * f, dim))) if dim > 6 * f else tuple(axes)
+
+
+def minimax_text(given: dict[str, Any]) -> Text:
+    """Text and audio, among the video's tokens."""
+    return Text(given["encoder_hidden_states"].shape[1] + given["audio_hidden_states"].shape[1], tags=given["token_tags"])
+
+
 def rope_axes(model):
     return tuple(model.config.rope_axes_dim)
 
@@ -99,6 +113,8 @@ FAMILIES = {
                                           text=lambda given: Text(given["encoder_hidden_states"].shape[1]), text_first=True,
                                           processors={name: _processors.CogVideoX for name in
                                                       ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")}),
+    "MiniMaxH3Transformer3DModel": Family("wan", minimax_rope, lambda model: [block.attn for block in model.transformer_blocks],
+                                          text=minimax_text, rope_first=True),
 }
 
 
@@ -110,6 +126,7 @@ class Place(NamedTuple):
     branch: str
     text_tokens: int  # behind the video's, or before them
     lengths: Optional[list[int]]  # valid text tokens of each sample; None: all are
+    text_bits: Optional[torch.Tensor]  # where they are; None: together
 
 
 class Enabled:
@@ -131,6 +148,7 @@ class Expert(Enabled):
     def clear(self):
         self.place: Optional[Place] = None
         self.passes: dict[str, int] = {}  # by branch, where the scheduler does not count steps
+        self.tags: Any = None  # of tokens, and where they are not 0, packed
         self.states: dict[str, dict[int, State]] = {}
         self.texts: dict[str, torch.Tensor] = {}  # by branch, where the pipeline names none
         self.lengths: dict[str, tuple[tuple[torch.Tensor, ...], list[int]]] = {}  # by branch: masks, and what was read from them
@@ -155,6 +173,13 @@ class Expert(Enabled):
         if branch not in self.lengths or any(known is not mask for known, mask in zip(self.lengths[branch][0], text.masks)):
             self.lengths[branch] = text.masks, text.count(*text.masks)
         return self.lengths[branch][1]
+
+
+    def text_bits(self, tags: torch.Tensor, batch: int) -> torch.Tensor:
+        """Which tokens are not the video's, read once for each sequence."""
+        if self.tags is None or self.tags[0] is not tags or len(self.tags[1]) != batch:
+            self.tags = tags, _torch.pack_bits((tags.cpu() != 0).expand(batch, -1))
+        return self.tags[1]
 
 
 class Run(Enabled):
@@ -203,14 +228,15 @@ class Run(Enabled):
                 other.clear()
         given = {**dict(zip(self.parameters, args)), **kwargs}
         branch = expert.branch_of(given["encoder_hidden_states"])
-        lengths, text_tokens = None, 0
+        lengths, text_tokens, text_bits = None, 0, None
         if self.family.text:
             text = self.family.text(given)
             text_tokens, lengths = text.tokens, expert.text_lengths(branch, text) if text.masks else None
+            text_bits = None if text.tags is None else expert.text_bits(text.tags, len(given["hidden_states"]))
         if not counts:
             step = expert.passes.get(branch, 0)
             expert.passes[branch] = step + 1
-        expert.place = Place(min(step, steps - 1), steps, branch, text_tokens, lengths)
+        expert.place = Place(min(step, steps - 1), steps, branch, text_tokens, lengths, text_bits)
         for index, attn in enumerate(self.family.layers(transformer)):
             if not isinstance(attn.processor, Processor):
                 self.refuse(RuntimeError(f"layer {index} of {expert.name}: its processor was replaced by a {type(attn.processor).__name__} "
@@ -306,7 +332,9 @@ class Processor(Enabled):
         text = {}
         if run.family.text:
             lengths = None if place.lengths is None else [tokens + length for length in place.lengths]
-            bits = packed_text(q.shape[0], q.shape[1], 0 if run.family.text_first else tokens, place.text_tokens)
+            bits = place.text_bits
+            if bits is None:
+                bits = packed_text(q.shape[0], q.shape[1], 0 if run.family.text_first else tokens, place.text_tokens)
             text = dict(q_lengths=lengths, k_lengths=lengths, keep=bits, dense_queries=bits)
         plan = _functions.plan_for(_torch, q, k, True, bool(text), run.method, run.model, run.rope, run.texts)
         at = dict(layer=self.depth, step=place.step, steps=place.steps)
@@ -323,6 +351,13 @@ class Processor(Enabled):
         return out, WHY[stats.reason], stats
 
 
+class RopeFirst(Processor):
+    """The same, for layers that give RoPE before the mask."""
+
+    def __call__(self, attn, hidden_states, rotary_emb=None, attention_mask=None):
+        return self.routed(attn, hidden_states, rotary_emb, (self.ticket, attention_mask))
+
+
 WHY = {Reason.SPARSE: "", Reason.DENSE_METHOD: "the method is dense", Reason.DENSE_LAYER: "the layer is below dense_layers",
        Reason.DENSE_STEP: "the step is within dense_steps", Reason.DENSE_LAST_STEP: "the step is within dense_last_steps",
        Reason.DENSE_NOTHING: "no query or no key takes part in selection", Reason.DENSE_OTHER: "the library says so"}
@@ -331,7 +366,7 @@ WHY = {Reason.SPARSE: "", Reason.DENSE_METHOD: "the method is dense", Reason.DEN
 def why_not_parallel(family: Family, parallel) -> str:
     """Why layers with this configuration of diffusers cannot be sparse; "": they can."""
     if not family.splits:
-        return "context parallelism: diffusers has plans for Wan's plain transformers alone; run this one on one rank, or leave it dense"
+        return "context parallelism: it is for Wan's plain transformers alone; run this one on one rank, or leave it dense"
     ring = parallel.context_parallel_config.ring_degree
     if ring > 1:
         return (f"context parallelism: got ring_degree={ring}, expected ulysses_degree alone: in a ring a rank sees the keys piece by "
@@ -436,7 +471,7 @@ def row_of(pipe, family: Family, model, rope, layers: int) -> str:
     """The row of models() that is most like this transformer: rho and schedule are its."""
     config = model.config
     second = getattr(pipe, "transformer_2", None) is not None or getattr(getattr(pipe, "config", None), "expand_timesteps", False)
-    from_image = config.in_channels != (config.out_channels or config.in_channels)
+    from_image = config.in_channels != (getattr(config, "out_channels", None) or config.in_channels)
 
     def likeness(row):
         return (row.rope == rope, row.layers == layers, row.heads == config.num_attention_heads,
@@ -469,7 +504,8 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
         settings["target_density"] = target_density
     model = model or row_of(pipe, family, some, rope, 1 + max(family.depths_of(some)))
     heads, dim = some.config.num_attention_heads, some.config.attention_head_dim
-    plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, rope=rope, method=method, model=model, **settings)  # refuses
+    plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, method=method, model=model, **ranges_of(rope),
+                **settings)  # refuses
     shares_rho = plan.setting("target_scope") == "sample" and (
         plan.setting("rule") == "target" or any(plan.setting(name) != "none" for name in ("target_density", "density_steps")))
     run = Run(pipe, family, method, model, settings, rope, min_tokens, strict, shares_rho)
@@ -479,7 +515,7 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
         run.hooks.append(transformer.register_forward_pre_hook(functools.partial(run.begin, expert), with_kwargs=True))
         note_branches(transformer, expert)
         for layer, (attn, depth) in enumerate(zip(family.layers(transformer), family.depths_of(transformer))):
-            attn.set_processor(Processor(attn.processor, run, expert, layer, depth))
+            attn.set_processor((RopeFirst if family.rope_first else Processor)(attn.processor, run, expert, layer, depth))
 
 
 def note_branches(transformer, expert: Expert):

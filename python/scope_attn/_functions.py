@@ -6,7 +6,7 @@ import os
 from typing import Any, NamedTuple, Optional, Sequence, TypeVar
 
 from . import _c_api
-from ._plan import DTYPES, Plan, Selection, State, Stats, arrays_of, device_name, text_of, token_major, tokens_given
+from ._plan import DTYPES, Plan, Selection, State, Stats, arrays_of, device_name, ranges_of, text_of, token_major, tokens_given
 
 Array = TypeVar("Array")  # numpy.ndarray or torch.Tensor: what goes in comes out
 DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
@@ -101,8 +101,8 @@ def kept_plan(q_shape, k_shape, dtype, index, tokens_first, dense_queries, metho
         if len(shape) != 4:
             raise ValueError(f"{name}: got shape {list(shape)}, expected four dimensions, {'BNHD' if tokens_first else 'BHND'}")
     batch, heads, tokens, dim = (q_shape[i] for i in ((0, 2, 1, 3) if tokens_first else (0, 1, 2, 3)))
-    return Plan(batch=batch, heads=heads, q_tokens=tokens, k_tokens=k_shape[2 - tokens_first], dim=dim, dtype=DTYPE_NAMES[dtype], rope=rope,
-                dense_queries=dense_queries, method=method, model=model, device=device_name(index),
+    return Plan(batch=batch, heads=heads, q_tokens=tokens, k_tokens=k_shape[2 - tokens_first], dim=dim, dtype=DTYPE_NAMES[dtype],
+                **ranges_of(rope), dense_queries=dense_queries, method=method, model=model, device=device_name(index),
                 **dict(text.split("=", 1) for text in texts))
 
 

@@ -8,7 +8,8 @@ from ._receipt import Receipt
 
 def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[float] = None, min_tokens: int = 4096, strict: bool = True,
            model: Optional[str] = None, **settings: Any) -> None:
-    """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2, VACE, HunyuanVideo, HunyuanVideo 1.5, CogVideoX.
+    """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2, VACE, HunyuanVideo, HunyuanVideo 1.5, CogVideoX
+    and MiniMax-H3.
 
     target_density: the share of keys that attention is to keep; None: what the method's own rule keeps.
     min_tokens: shorter videos attend densely, since choosing keys would take longer than it saves.

@@ -130,6 +130,11 @@ def text_of(value: Any) -> str:
     return str(value)
 
 
+def ranges_of(rope: Any) -> dict[str, Any]:
+    """A Plan's argument for how many channels turn along T, H and W, or for which do."""
+    return dict(subspaces=rope) if rope and isinstance(rope[0], tuple) else dict(rope=rope)
+
+
 def token_major(layout: str) -> bool:
     if layout not in LAYOUTS:
         raise ValueError(f'layout: got "{layout}", expected "BHND" or "BNHD"')

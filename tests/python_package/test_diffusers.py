@@ -32,6 +32,8 @@ KINDS = {
     "cogvideox-2b": (lambda: tiny.cogvideox(rotary=False), tiny.make_cogvideox),
     "cogvideox-1.5": (lambda: tiny.cogvideox(patch_size_t=2, patch_bias=False), tiny.make_cogvideox),
 }
+if hasattr(diffusers, "MiniMaxH3Transformer3DModel"):  # 0.36 does not have it
+    KINDS["minimax-h3"] = tiny.minimax, tiny.make_minimax
 SPARSE = dict(target_density=0.2, min_tokens=0)
 
 
@@ -81,7 +83,7 @@ def test_sparse(kind):
     receipt = scope_attn.receipt(pipe)
     sparse = [call for call in receipt.calls if call.sparse]
     assert all(abs(call.density - 0.2) < 0.03 for call in sparse) and abs(receipt.density - 0.2) < 0.01
-    assert "+".join(sorted({call.branch for call in sparse})) in ("cond+uncond", "pred_cond+pred_uncond", "cond_uncond")
+    assert "+".join(sorted({call.branch for call in sparse})) in ("cond+uncond", "pred_cond+pred_uncond", "cond_uncond", "text 0")
     assert {call.step for call in sparse} | {call.step for call in receipt.calls} == set(range(tiny.STEPS))
     first = {}
     for call in sparse:
@@ -222,11 +224,14 @@ def test_text_mask():
     assert (make(padding) - out).abs().max() < tiny.ROUNDING < (make(words) - out).abs().max()
 
 
-def test_text_first():
+def test_text_first(monkeypatch):
     """CogVideoX: every query sees the text before the video, and it sees everything."""
-    pipe = tiny.cogvideox()
+    pipe, given = tiny.cogvideox(), {}
     scope_attn.enable(pipe, dense_steps=0, **SPARSE)
+    run = scope_attn.Plan.run
+    monkeypatch.setattr(scope_attn.Plan, "run", lambda plan, *qkv, **more: given.update(more) or run(plan, *qkv, **more))
     tiny.make_cogvideox(pipe)
+    assert (scope_attn.unpack_bits(given["keep"], 262) == (torch.arange(262) < 6)).all() and given["dense_queries"] is given["keep"]
     call = scope_attn.receipt(pipe).calls[-1]
     assert abs(call.stats.total_density - (256 * (call.density * 256 + 6) + 6 * (256 + 6)) / (256 + 6) ** 2) < 1e-4
     pipe.fuse_qkv_projections()
@@ -238,6 +243,25 @@ def test_text_first():
     fused = tiny.make_cogvideox(pipe)
     scope_attn.disable(pipe)
     assert (fused - tiny.make_cogvideox(pipe)).abs().max() < tiny.ROUNDING
+
+
+@pytest.mark.skipif("minimax-h3" not in KINDS, reason="diffusers does not have it")
+def test_text_and_audio_among_the_video():
+    """MiniMax-H3: every query sees them, they see everything, and `scope` codes the channels that turn along each axis."""
+    pipe = tiny.minimax()
+    scope_attn.enable(pipe, method="scope", dense_steps=0, **SPARSE)
+    tiny.make_minimax(pipe)
+    receipt = scope_attn.receipt(pipe)
+    call = receipt.calls[-1]
+    assert abs(call.stats.total_density - (256 * (call.density * 256 + 16) + 16 * (256 + 16)) / (256 + 16) ** 2) < 1e-4
+    text = torch.arange(272)
+    expected = scope_attn.pack_bits(((text < 6) | (text >= 100) & (text < 110))[None])
+    assert (pipe.transformer.transformer_blocks[0].attn.processor.expert.place.text_bits == expected).all()
+    *axes, rest = receipt.settings["rope"]
+    for axis, channels in enumerate(axes):
+        _, turned = pipe.transformer.rope(torch.eye(3, device=tiny.DEVICE)[axis:axis + 1])
+        assert set(channels) == set(turned[0].nonzero()[:, 0].tolist()), "they turn along this axis alone"
+    assert rest == tuple(range(24, 32))
 
 
 def test_steps_of_a_part():
@@ -561,12 +585,12 @@ def test_parallel_hunyuan():
     pipe = tiny.hunyuan()
     own = pipe.transformer.transformer_blocks[0].attn.processor
     own._parallel_config = parallel(ulysses_degree=2)
-    with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism: diffusers has plans for Wan.s plain"):
+    with pytest.raises(RuntimeError, match="pipe.transformer: context parallelism: it is for Wan.s plain"):
         scope_attn.enable(pipe)
     own._parallel_config = None
     scope_attn.enable(pipe, **SPARSE)
     pipe.transformer.transformer_blocks[0].attn.processor._parallel_config = parallel(ulysses_degree=2)
-    with pytest.raises(RuntimeError, match="context parallelism: diffusers has plans for Wan.s plain"):
+    with pytest.raises(RuntimeError, match="context parallelism: it is for Wan.s plain"):
         tiny.make_hunyuan(pipe)
 
 

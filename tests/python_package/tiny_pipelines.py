@@ -137,3 +137,36 @@ def make_cogvideox(pipe, batch=1, seed=0, steps=STEPS):
     text, negative = randn(2, batch, 6, 16, generator=generator)
     return pipe(prompt_embeds=text, negative_prompt_embeds=negative, height=128, width=128, num_frames=13, num_inference_steps=steps,
                 guidance_scale=2.0, generator=generator, output_type="latent").frames
+
+
+def minimax():
+    """The denoising loop of the modular pipeline, which is all that the others do too."""
+    from diffusers import MiniMaxH3Scheduler, MiniMaxH3Transformer3DModel
+    from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
+    torch.manual_seed(7)
+    pipe = MiniMaxH3DenoiseStep().init_pipeline()
+    pipe.update_components(scheduler=MiniMaxH3Scheduler(), audio_scheduler=MiniMaxH3Scheduler(), transformer=ready(
+        MiniMaxH3Transformer3DModel(num_attention_heads=2, attention_head_dim=32, hidden_size=48, num_layers=3, num_refiner_layers=1,
+                                    ffn_dim=64, in_channels=4, audio_in_channels=4, text_dim=16, freq_dim=32, time_embed_hidden_dim=32,
+                                    time_embed_dim=16, rope_freq_dim=4)))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_minimax(pipe, batch=1, seed=0, steps=STEPS):
+    """256 tokens of 4x8x8, with 6 of text before them and 10 of audio among them; one video at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    for scheduler in (pipe.scheduler, pipe.audio_scheduler):
+        scheduler.set_timesteps(steps + 1, device=DEVICE)
+    tags = torch.zeros(272, dtype=torch.long)
+    tags[:6], tags[100:110] = 1, 2
+    places = torch.zeros(272, 3)
+    places[tags == 0] = torch.cartesian_prod(*(torch.arange(float(n)) for n in (4, 8, 8)))
+    layout = dict(token_tags=tags, position_ids=places, video_indices=(tags == 0).nonzero()[:, 0],
+                  text_indices=(tags == 1).nonzero()[:, 0], audio_indices=(tags == 2).nonzero()[:, 0])
+    rows = torch.zeros(272, dtype=torch.long, device=DEVICE)
+    return pipe(latents=torch.randn(256, 16, generator=generator).to(DEVICE),
+                audio_latents=torch.randn(10, 4, generator=generator).to(DEVICE), prompt_embeds=randn(1, 6, 16, generator=generator),
+                timesteps=pipe.scheduler.timesteps, row_timestep_plan=[(timestep[None], rows) for timestep in pipe.scheduler.timesteps],
+                audio_timesteps=pipe.audio_scheduler.timesteps,
+                denoiser_input_fields={name: x.to(DEVICE) for name, x in layout.items()}).get("latents").clone()
