@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the package's tests on CUDA tensors, then bench/python_overhead.py, with the python3, PyTorch, numpy, Pillow and pytest of this
-# machine: run_cuda.sh [LIBSCOPE [PACKAGES]]. LIBSCOPE is build/cuda's unless it is named; PACKAGES is a folder made by
+# machine: run_cuda.sh [LIBSCOPE [PACKAGES [PYTEST-OPTIONS...]]]. LIBSCOPE is build/cuda's unless it is named; PACKAGES is a folder made by
 # `pip install --target PACKAGES --no-deps diffusers peft importlib_metadata zipp` where transformers and accelerate are there already:
 # without diffusers its tests are skipped. The last line says it all.
 set -uo pipefail
@@ -9,7 +9,7 @@ export SCOPE_LIBRARY=$(realpath "${1:-build/cuda/libscope.so}") PYTHONPATH=$PWD/
 export OMP_NUM_THREADS=1
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-python3 -m pytest -q -p no:cacheprovider --show-capture=no --tb=short -W ignore tests/python_package | tee "$log"
+python3 -m pytest -q -p no:cacheprovider --show-capture=no --tb=short -W ignore tests/python_package "${@:3}" | tee "$log"
 tests=$?
 python3 bench/python_overhead.py --device cuda
 overhead=$?
