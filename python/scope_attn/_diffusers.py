@@ -506,6 +506,8 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
     heads, dim = some.config.num_attention_heads, some.config.attention_head_dim
     plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, method=method, model=model, **ranges_of(rope),
                 **settings)  # refuses
+    if plan.setting("density_steps") != "none":
+        settings["density_steps"] = plan.setting("density_steps")  # a preset's own, for the receipt
     shares_rho = plan.setting("target_scope") == "sample" and (
         plan.setting("rule") == "target" or any(plan.setting(name) != "none" for name in ("target_density", "density_steps")))
     run = Run(pipe, family, method, model, settings, rope, min_tokens, strict, shares_rho)

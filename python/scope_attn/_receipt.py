@@ -122,7 +122,7 @@ class Receipt:
     def __str__(self) -> str:
         told = self.settings["settings"]
         choices = ", ".join(f"{name}={value}" for name, value in told.items())
-        lines = [f"{self.settings['method']} ({choices}), schedule of {self.settings['model']}"]
+        lines = [f"{self.settings['method']} ({choices}), for {self.settings['model']}"]
         if self.settings["ranks"] > 1:
             lines.append(f"rank {self.settings['rank']} of {self.settings['ranks']}, which attends with its own heads" +
                          (": each rank meets the density over its own (target_scope=head: every head does, as on one rank)"
