@@ -12,8 +12,10 @@
 
 #include "common.h"
 #include "measure/video_quality.h"
+#include "methods/methods.h"
 #include "outputs.h"
 #include "plot.h"
+#include "video/fields.h"
 #include "video/media.h"
 #include "video_run.h"
 
@@ -23,8 +25,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr int64_t kMostResult = int64_t{64} << 20;  // bytes of a result to go on from
+
 struct Options : VideoInputs {
-  std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, output, csv, plot, commit;
+  std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, profile, resume, output, csv, plot, commit;
   PointFlags at{.set = {}, .density = "0.2", .rho = ""};
   int64_t seeds = 8, first_seed = 0, steps = 0;  // 0: the model's
   bool no_control = false;
@@ -37,7 +41,7 @@ struct Table {
 };
 
 // The ablations of the paper, which meet a density by the mean of the heads and let these differ, as the rows of SCOPE do,
-// and the methods side by side.
+// the methods side by side, and what may stand in the place of a dense prefix.
 const Table kPaper[] = {
     {"Key partitions",
      "scope-paper,scope-paper:partition=even:1,scope-paper:partition=even:2,scope-paper:partition=random:3,"
@@ -50,7 +54,9 @@ const Table kPaper[] = {
      "scope,scope-paper,scope-exact,scope:tail=first_order,scope-exact:tail=first_order,scope:tail=mean,"
      "scope-exact:tail=mean",
      "0.1,0.2"},
-    {"Methods", "scope,scope-paper,scope-exact,svg2,svg2:first_sample=0.1,svg2-ear,svoo,sparge", "0.05,0.1,0.2,0.3"},
+    {"Methods", "scope,scope-paper,scope-exact,scope-mean,svg2,svg2:first_sample=0.1,svg2-ear,svoo,sparge",
+     "0.05,0.1,0.2,0.3"},
+    {"Schedules", "scope-paper,scope,scope-mean,scope-mean:dense_steps=0+dense_layers=0,fast,quality", "0.2"},
 };
 
 // One video of a variant beside the dense one of its seed. Seconds.
@@ -171,6 +177,8 @@ class Ablation {
     for (int64_t seed = 0; seed < std::min(options_.seeds, std::ssize(clips_)); ++seed) {  // refused before any work
       make_request(seed, parse_method("dense", ""));
     }
+    if (!options_.resume.empty()) take_seeds();
+    if (finished()) return;
     const auto engine = make_engine(context_, compute_);
     const auto model = video::open_model(folder_, *engine);
     std::unique_ptr<video::Engine> other_engine;
@@ -184,11 +192,11 @@ class Ablation {
     request.steps = 1;
     video::generate(*model, request);
 
-    const auto runs = options_.seeds * (1 + std::ssize(rows_));
+    const int64_t begin = std::ssize(dense_), runs = (options_.seeds - begin) * (1 + std::ssize(rows_));
     progress_ = std::make_unique<Progress>("ablate", runs * steps_ * config_.layers);
-    for (int64_t seed = 0; seed < options_.seeds; ++seed) {  // counted from the first
+    for (int64_t seed = begin; seed < options_.seeds; ++seed) {  // counted from the first
       const Video dense = make_video(*model, seed, "dense", parse_method("dense", ""));
-      if (seed == 0 && runs > 1) {
+      if (seed == begin && runs > 1) {
         tell("{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n",
              isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", runs, dense.sample.seconds,
              duration(dense.sample.seconds * static_cast<double>(runs)));
@@ -259,26 +267,14 @@ class Ablation {
   bool finished() const { return std::ssize(dense_) == options_.seeds; }
 
   nlohmann::ordered_json json() const {
-    nlohmann::ordered_json out{
-        {"version", SCOPE_VERSION},
-        {"finished", finished()},
-        {"commit", options_.commit},
-        {"suite", options_.suite},
-        {"model", fs::path(folder_).filename().string()},
-        {"grid", grid_},
-        {"steps", steps_},
-        {"seeds", dense_.size()},
-        {"first_seed", options_.first_seed},
-        {"clips", clips_.size()},
-        {"clip_names", clip_names()},
-        {"condition", fs::path(inputs_.condition).filename().string()},
-        {"shift", notes_.shift},
-        {"compute", compute_},
-        {"machine", machine_json(context_)},
-        {"dense", {{"calls", {{"dense", dense_[0].dense_count}}}, {"seconds", seconds_columns(dense_)}}},
-        {"rows", nlohmann::ordered_json::array()},
-        {"tables", nlohmann::ordered_json::array()},
-        {"skipped", nlohmann::ordered_json::array()}};
+    nlohmann::ordered_json out = about();
+    out.update({{"finished", finished()},
+                {"seeds", dense_.size()},
+                {"machine", machine_json(context_)},
+                {"dense", {{"calls", {{"dense", dense_[0].dense_count}}}, {"seconds", seconds_columns(dense_)}}},
+                {"rows", nlohmann::ordered_json::array()},
+                {"tables", nlohmann::ordered_json::array()},
+                {"skipped", nlohmann::ordered_json::array()}});
     for (const Row& row : rows_) out["rows"].push_back(row_json(row));
     for (const Table& table : tables_) out["tables"].push_back(table_json(table));
     for (const auto& [variant, why] : skipped_) out["skipped"].push_back({{"variant", variant}, {"why", why}});
@@ -396,6 +392,7 @@ class Ablation {
                   "--variants: dense is what the others are compared with, and runs anyway");
           const bool by_step = !settings.density_steps.empty() && !options_.at.at_rho();
           if (!by_step) settings = options_.at.at(settings, point, variant);
+          if (settings.method->profiled && !options_.profile.empty()) set_setting(settings, "profile", options_.profile);
           check_effects(variant, "", {}, settings, {.device = options_.machine.on_device()});
           try {
             make_plan(settings);  // refuses what cannot run
@@ -538,6 +535,103 @@ class Ablation {
     }
   }
 
+  // What the videos are of, the same for all that go into one result.
+  nlohmann::ordered_json about() const {
+    return {{"version", SCOPE_VERSION},
+            {"commit", options_.commit},
+            {"suite", options_.suite},
+            {"model", fs::path(folder_).filename().string()},
+            {"grid", grid_},
+            {"steps", steps_},
+            {"first_seed", options_.first_seed},
+            {"clips", clips_.size()},
+            {"clip_names", clip_names()},
+            {"condition", fs::path(inputs_.condition).filename().string()},
+            {"shift", notes_.shift},
+            {"compute", compute_}};
+  }
+
+  // The seeds of another run of these videos, from its JSON, which is not trusted.
+  void take_seeds() {
+    const std::string& path = options_.resume;
+    const auto bytes = io::read_file(path, kMostResult);
+    const auto saved = video::parse_json({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+    try {
+      const nlohmann::json mine = about(), machine = machine_json(context_);
+      for (const auto& [name, value] : mine.items()) {
+        require(saved.at(name) == value, Status::invalid_argument, "--resume: {} has {} {}, and this run {}", path, name,
+                video::shown(saved.at(name)), video::shown(value));
+      }
+      for (const char* name : {"gpu", "instruction_set"}) {
+        const std::string theirs = saved.at("machine").value(name, ""), own = machine.value(name, "");
+        require(theirs == own, Status::invalid_argument, "--resume: {} was made with {} \"{}\", and this run has \"{}\"",
+                path, name, theirs, own);
+      }
+      const auto seeds = saved.at("seeds").get<int64_t>();
+      require(seeds >= 1 && seeds <= options_.seeds, Status::invalid_argument,
+              "--resume: {} has {} seeds, expected at most those of --seeds, {}", path, seeds, options_.seeds);
+      dense_ = read_results(saved.at("dense"), seeds);
+      for (const auto& each : saved.at("skipped")) skipped_.emplace_back(each.at("variant"), each.at("why"));
+      for (Row& row : rows_) take_row(row, saved.at("rows"), seeds);
+      std::erase_if(rows_, [](const Row& row) { return row.left_out; });
+    } catch (const nlohmann::json::exception& error) {
+      fail(Status::format, "{}: this is no result of scope ablate: {}", path, error.what());
+    }
+  }
+
+  void take_row(Row& row, const nlohmann::json& all, int64_t seeds) {
+    const auto same = [&](const nlohmann::json& each) {
+      return each.at("variant") == row.variant && each.at("control") == row.control &&
+             (std::isnan(row.point) ? each.at(point_name()).is_null() : each.at(point_name()) == row.point);
+    };
+    const auto found = std::find_if(all.begin(), all.end(), same);
+    if (found == all.end()) {
+      row.left_out =
+          std::any_of(skipped_.begin(), skipped_.end(), [&](const auto& each) { return each.first == row.variant; });
+      require(row.left_out, Status::invalid_argument, "--resume: {} has no {} at {}", options_.resume, row.variant,
+              row.point);
+      return;
+    }
+    require(found->at("settings") == nlohmann::json(settings_json(row.settings)), Status::invalid_argument,
+            "--resume: {} has {} at {} with other settings", options_.resume, row.variant, row.point);
+    row.results = read_results(*found, seeds);
+    row.notes = found->at("notes");
+    for (const std::string& note : row.notes) {
+      require(note.starts_with(row.variant + ": "), Status::format, "{}: a note of {} is about another variant: {}",
+              options_.resume, row.variant, note);
+    }
+  }
+
+  // The columns of `row_json`, or of the dense videos.
+  std::vector<Result> read_results(const nlohmann::json& row, int64_t seeds) const {
+    std::vector<Result> out(static_cast<size_t>(seeds));
+    const auto fill = [&](const nlohmann::json& columns, const char* name, double Result::*value) {
+      const auto& column = columns.at(name);
+      require(column.is_array() && std::ssize(column) == seeds, Status::format, "{}: {} has not {} values", options_.resume,
+              name, seeds);
+      for (size_t i = 0; i < out.size(); ++i) out[i].*value = column[i].is_null() ? INFINITY : column[i].get<double>();
+    };
+    const auto& seconds = row.at("seconds");
+    fill(seconds, "total", &Result::total);
+    fill(seconds, "dense_calls", &Result::dense_calls);
+    fill(seconds, "sparse_attention", &Result::attend);
+    fill(seconds, "selection", &Result::selection);
+    fill(seconds, "rest", &Result::rest);
+    for (Result& result : out) {
+      result.dense_count = row.at("calls").at("dense");
+      result.sparse_count = row.at("calls").value("sparse", int64_t{0});
+    }
+    if (!row.contains("psnr")) return out;  // the dense videos
+    fill(row, "psnr", &Result::psnr);
+    fill(row, "pooled_psnr", &Result::pooled_psnr);
+    fill(row, "ssim", &Result::ssim);
+    fill(row, "worst_psnr", &Result::worst_psnr);
+    fill(row, "density", &Result::density);
+    fill(row, "same_calls_dense_seconds", &Result::same_calls_dense);
+    for (size_t i = 0; i < out.size(); ++i) out[i].dense_total = dense_[i].total;
+    return out;
+  }
+
   static std::string decibel_text(double psnr) { return std::isinf(psnr) ? "equal" : fmt::format("{:.2f}", psnr); }
   static std::string spread(double deviation) { return std::isfinite(deviation) ? fmt::format(" ± {:.2f}", deviation) : ""; }
   static std::string psnr_text(const Row& row) {
@@ -619,6 +713,7 @@ void run(const Options& options) {
   Outputs outputs;
   outputs.reads_model(find_model_folder(options.model));
   outputs.reads("--condition", options.condition);
+  outputs.reads("--resume", options.resume);
   if (!options.images.empty()) {
     for (const std::string& image : split(options.images, ',')) outputs.reads("--image", image);
   }
@@ -659,8 +754,9 @@ void add_ablate(CLI::App& app) {
                           "rows of `scope methods`, with settings as name:setting=value+setting=value; otherwise scope");
   options->at.add(*command);
   command
-      ->add_option("--suite", options->suite,
-                   "paper: partitions, rules, target scopes, proxy and tail, and methods, each table with its densities")
+      ->add_option(
+          "--suite", options->suite,
+          "paper: partitions, rules, target scopes, proxy and tail, methods, and schedules, each table with its densities")
       ->check(CLI::IsMember({"paper"}))
       ->excludes(variants)
       ->excludes(command->get_option("--density"))
@@ -680,11 +776,16 @@ void add_ablate(CLI::App& app) {
   command->add_option("--image", options->images, "first frames as PNG, a.png,b.png; otherwise the condition's");
   command->add_option("--compute", options->compute, "f32 or bf16; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
+  command->add_option("--profile", options->profile,
+                      "the setting `profile` for svoo: a CSV of `scope generate --profile-out`");
   command->add_flag("--no-control", options->no_control, "leave the control out");
   CLI::Option* output = command->add_option(
       "-o,--output", options->output,
       "write every figure of every seed as JSON; an infinite PSNR is null. What is done before the last seed is kept in a "
       "file beside it, which says \"finished\": false");
+  command->add_option(
+      "--resume", options->resume,
+      "a result of the same videos and variants that is not finished, or has fewer seeds: go on after its last");
   command->add_option("--csv", options->csv, "write a line for each variant, density and seed");
   command->add_option("--plot", options->plot, "write PSNR by density as SVG");
   command->add_option("--commit", options->commit, "recorded in the JSON")->needs(output);

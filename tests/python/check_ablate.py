@@ -166,11 +166,45 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert 2 <= done < 60 and len(data["rows"][0]["psnr"]) == len(data["dense"]["seconds"]["total"]) == done
     assert data["rows"][0]["psnr"][:2] == rows["svg2", 0.3]["psnr"][:2]
 
+    # Another run goes on after them, and gives what one run gives but for its times; a finished result of fewer seeds will do too.
+    same = (*small, "--variants", "svg2,scope:density_steps=1:0.2", "--density", "0.3", "--no-control")
+    accept("ablate", *same, "--seeds", 4, "-o", f"{FOLDER}/whole.json")
+    accept("ablate", *same, "--seeds", 2, "-o", f"{FOLDER}/half.json")
+    result = accept("ablate", *same, "--seeds", 4, "--resume", f"{FOLDER}/half.json", "-o", f"{FOLDER}/resumed.json")
+    assert "6 videos" in result.stderr, result.stderr
+    accept("ablate", *same, "--seeds", 4, "--resume", f"{FOLDER}/resumed.json", "-o", f"{FOLDER}/again.json")  # nothing is left to do
+    whole, half, resumed, again = (json.load(open(f"{FOLDER}/{name}.json")) for name in ("whole", "half", "resumed", "again"))
+    assert resumed == again and resumed["dense"]["seconds"]["total"][:2] == half["dense"]["seconds"]["total"] and resumed["finished"]
+    for one, other, begun in zip(whole["rows"], resumed["rows"], half["rows"]):
+        assert all(one[key] == other[key] for key in one if key not in ("seconds", "same_calls_dense_seconds")), one["variant"]
+        assert len(other["seconds"]["total"]) == 4 and other["seconds"]["total"][:2] == begun["seconds"]["total"]
+        assert other["same_calls_dense_seconds"][:2] == begun["same_calls_dense_seconds"]
+    finished = accept("ablate", *small, "--seeds", done + 1, "--variants", "svg2", "--density", "0.3", "--no-control", "--resume", unfinished,
+                      "-o", f"{FOLDER}/stopped.json")
+    assert "2 videos" in finished.stderr and json.load(open(f"{FOLDER}/stopped.json"))["rows"][0]["psnr"][:done] == data["rows"][0]["psnr"]
+    half_path = ("--resume", f"{FOLDER}/half.json")
+    refuse(2, "has steps 5, and this run 6", *small[:4], "--steps", 6, *same[6:], "--seeds", 4, *half_path)
+    refuse(2, "has commit \"\", and this run \"b\"", *same, "--seeds", 4, "--commit", "b", *half_path)
+    refuse(2, "has 2 seeds", *same, "--seeds", 1, *half_path)
+    refuse(2, "has no scope at 0.3", *small, "--variants", "svg2,scope", "--density", "0.3", "--no-control", "--seeds", 4, *half_path)
+    refuse(2, "with other settings", *same, "--set", "seed=3", "--seeds", 4, *half_path)
+    refuse(2, "instruction_set", *same, "--seeds", 4, "--instruction-set", "portable", *half_path)
+    for text, word in (("half", "no result of scope ablate"), ('{"version": "0.2.0"}', "no result of scope ablate"),
+                       (json.dumps({**half, "rows": [{**half["rows"][0], "psnr": [30]}]}), "psnr has not 2 values"),
+                       (json.dumps({**half, "rows": [{**half["rows"][0], "notes": ["x"]}]}), "about another variant")):
+        open(f"{FOLDER}/broken.json", "w").write(text)
+        refuse(3, word, *same, "--seeds", 4, "--resume", f"{FOLDER}/broken.json")
+
+    # A profile is for the methods that take one.
+    open(f"{FOLDER}/p.csv", "w").write("step,layer,head,density\n" + "".join(f"4,{layer},{head},0.9\n" for layer in range(6) for head in range(2)))
+    accept("ablate", *small, "--seeds", 1, "--variants", "svoo,svg2", "--density", "0.3", "--no-control", "--profile", f"{FOLDER}/p.csv", "-o", f"{FOLDER}/p.json")
+    assert [os.path.basename(r["settings"]["profile"]) for r in json.load(open(f"{FOLDER}/p.json"))["rows"]] == ["p.csv", "none"]
+
     # A suite says what it leaves out: 120 keys are one block of sparge's.
     result = accept("ablate", *small, "--seeds", 1, "--suite", "paper", "--no-control", "-o", f"{FOLDER}/c.json")
     data = json.load(open(f"{FOLDER}/c.json"))
     assert {x["variant"] for x in data["skipped"]} == {"sparge"} and "not run: sparge: target density: got 0.05" in result.stdout
-    assert [t["title"] for t in data["tables"]] == ["Key partitions", "Rules", "Where a density is met", "Proxy and tail", "Methods"]
+    assert [t["title"] for t in data["tables"]] == ["Key partitions", "Rules", "Where a density is met", "Proxy and tail", "Methods", "Schedules"]
     assert len(data["rows"]) == len({(r["variant"], r["target"]) for r in data["rows"]}), "each is run once"
     kinds = {(r["settings"]["rule"], r["settings"]["partition"], r["settings"]["proxy"], r["settings"]["tail"]) for r in data["rows"]}
     for wanted in (("top_p", "rope", "codes", "none"), ("hybrid", "rope", "codes", "none"), ("online", "even:1", "codes", "none"),
