@@ -73,7 +73,7 @@ struct Result {
 // A variant at a density, or at a rho; results by seed.
 struct Row {
   std::string variant;
-  double point = 1;  // NaN: density_steps has its densities, and it stands beside every point
+  double point = 1;  // NaN: it has densities of its own, and stands beside every point
   Settings settings;
   bool control = false, left_out = false;
   std::vector<Result> results;
@@ -390,13 +390,13 @@ class Ablation {
           Settings settings = parse_method(variant, "", options_.at.set);
           require(!settings.dense, Status::invalid_argument,
                   "--variants: dense is what the others are compared with, and runs anyway");
-          const bool by_step = !settings.density_steps.empty() && !options_.at.at_rho();
-          if (!by_step) settings = options_.at.at(settings, point, variant);
+          const bool own = (!settings.density_steps.empty() || settings.target_density > 0) && !options_.at.at_rho();
+          if (!own) settings = options_.at.at(settings, point, variant);
           if (settings.method->profiled && !options_.profile.empty()) set_setting(settings, "profile", options_.profile);
           check_effects(variant, "", {}, settings, {.device = options_.machine.on_device()});
           try {
             make_plan(settings);  // refuses what cannot run
-            rows_.push_back({variant, by_step ? std::nan("") : point, settings, false, false, {}, {}});
+            rows_.push_back({variant, own ? std::nan("") : point, settings, false, false, {}, {}});
           } catch (const Error& error) {
             leave_out(variant, error);
           }
@@ -516,7 +516,8 @@ class Ablation {
     std::map<double, Met> targets;
     for (const auto& call : sample.calls) {
       if (call.stats.reason != Reason::sparse) continue;
-      Met& met = targets[density_at(row.settings, {call.layer, call.step, steps_}, row.point)];
+      const double target = std::isnan(row.point) ? row.settings.target_density : row.point;
+      Met& met = targets[density_at(row.settings, {call.layer, call.step, steps_}, target)];
       met.densities.push_back(call.stats.density);
       met.heads.insert(met.heads.end(), call.heads.begin(), call.heads.end());
     }
@@ -747,7 +748,8 @@ void add_ablate(CLI::App& app) {
       "  scope ablate --suite paper --backend cuda -o result.json --plot psnr.svg\n"
       "  scope ablate --variants scope,svg2 --set target_scope=head    # every head meets the density by itself\n"
       "  scope ablate --variants scope,scope:rule=top_p --rho 0.8,0.9\n"
-      "  scope ablate --variants scope,scope:density_steps=0.2:0.3,1:0.1    # by step, beside every density\n"
+      "  scope ablate --variants scope,scope:density_steps=0.2:0.3,1:0.1,fast    # densities of their own, beside every "
+      "one\n"
       "  scope ablate --grid 21x45x80 --condition 720p.safetensors --seeds 3 --backend cuda");
   CLI::Option* variants =
       command->add_option("--variants", options->variants,

@@ -2,7 +2,6 @@
 #include "call_support.h"
 #include "methods/effects.h"
 #include "methods/methods.h"
-#include "methods/models.h"
 #include "pipeline/schedule.h"
 #include "stages/choices.h"
 
@@ -72,41 +71,12 @@ TEST(DensitySteps, RefusesByName) {
   EXPECT_EQ(said("dense", {{"density_steps", "1:0.2"}}), "density_steps: got 1:0.2, and method dense keeps everything");
   EXPECT_EQ(said("svg2", {{"density_steps", "1:0.2"}, {"target_density", "0.2"}}),
             "density_steps: got 1:0.2 beside target_density 0.2, expected one of the two");
-  // A preset fixes its own densities, until it is told not to.
-  const std::string own = get_setting(find_method("fast").settings(), "density_steps");
-  EXPECT_EQ(said("fast", {{"target_density", "0.2"}}),
-            fmt::format("density_steps: got {} (method fast's) beside target_density 0.2, expected one of the two: "
-                        "density_steps=none, or scope-mean",
-                        own));
-  EXPECT_EQ(said("fast", {{"target_density", "0.2"}, {"density_steps", "none"}}), "accepted");
-}
-
-// A preset is scope-mean at each step's density, from the first call on, under every known model.
-TEST(DensitySteps, PresetsAreScheduledScopeMeans) {
-  const Context context = tested_context();
-  const Inputs in(1, 2, 150, 150, 40, 9);
-  for (const char* name : {"fast", "quality"}) {
-    for (const char* known : {"", "wan2.1-t2v-14b", "hunyuanvideo-13b"}) {
-      SCOPED_TRACE(fmt::format("{} {}", name, known));
-      Settings settings = method(name);
-      if (*known != 0) apply_model(find_model(known), settings);
-      const Plan plan(context, settings, in.shape());
-      for (const int64_t step : {0, 9}) {
-        const Result result = run(plan, in, {.place = {0, step, 10}});
-        const double density = density_at(settings, {0, step, 10}, 0);
-        const std::string target = fmt::format("{}", density);
-        const Plan mean(context, method("scope-mean", {{"target_density", target.c_str()}}), in.shape());
-        EXPECT_EQ(result.stats.reason, Reason::sparse);
-        EXPECT_TRUE(same_bits(result, run(mean, in)));
-        EXPECT_NEAR(result.stats.density, density, 0.02);
-      }
-    }
-  }
 }
 
 TEST(DensitySteps, MakesRhoAndDensityIdle) {
   EXPECT_EQ(why_idle(with("1:0.2"), "rho"), "density_steps is 1:0.2");
   EXPECT_EQ(why_idle(method("sparge", {{"density_steps", "1:0.2"}}), "density"), "density_steps is 1:0.2");
+  EXPECT_EQ(why_idle(method("scope", {{"target_density", "0.2"}}), "density_steps"), "target_density is 0.2");
   EXPECT_EQ(why_idle(with("1:0.2"), "target_scope"), "");
   EXPECT_EQ(why_idle(method("scope"), "density_steps"), "");
 }

@@ -49,7 +49,6 @@ Settings small(const Method& method, const char* target) {
   settings.reuse_interval = 1;
   if (settings.partition == "rope") settings.partition = "even:2";
   set_setting(settings, "target_density", target);
-  if (settings.target_density > 0) settings.density_steps.clear();  // a plan takes one of the two
   return settings;
 }
 

@@ -243,7 +243,7 @@ TEST(Models, OverrideWhatEachMethodTakesFromThem) {
       apply_model(find_model(known.model), settings);
       std::map<std::string, std::string> expected;
       for (const Setting& setting : settings_table()) expected[setting.name] = setting.get(method.settings());
-      const bool preset = name == "fast" || name == "quality";  // whose schedules hold for every model
+      const bool preset = name == "fast" || name == "quality";  // whose schedule is no model's
       expected["dense_layers"] = preset ? "0" : "1";
       expected["dense_steps"] = preset ? "0" : known.dense_steps;
       expected["warm_prefix"] = name == "svoo" ? "no" : known.warm_prefix;
@@ -275,8 +275,8 @@ TEST(Methods, RowsAreWhatTheyWere) {
       {"scope-paper", "groups=300 codes=333 first_sample=1"},
       {"scope-exact", "proxy=exact"},
       {"scope-mean", "proxy=exact tail=mean"},
-      {"fast", "proxy=exact density_steps=0.2:0.3,1:0.08 tail=mean dense_layers=0 dense_steps=0"},
-      {"quality", "proxy=exact density_steps=0.2:0.5,1:0.15 tail=mean dense_layers=0 dense_steps=0"},
+      {"fast", "proxy=exact target_density=0.18 tail=mean dense_layers=0 dense_steps=0"},
+      {"quality", "proxy=exact target_density=0.26 tail=mean dense_layers=0 dense_steps=0"},
       {"svg2", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=clusters"},
       {"svg2-ear", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware tail=centroids"},
       {"svoo",

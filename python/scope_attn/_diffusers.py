@@ -500,14 +500,15 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
             if not family.processors and not hasattr(attn.processor, "_attention_backend"):
                 raise TypeError(f"pipe.{name}: layer {layer} has a {kind}, expected a processor that attends through diffusers' backends")
     settings = {"state_dtype": "bf16", **settings}
+    own = next(setting.default for setting in _functions.settings(method) if setting.name == "target_density")  # a preset's
     if target_density is not None:
         settings["target_density"] = target_density
+    elif own != "none":
+        settings.setdefault("target_density", own)
     model = model or row_of(pipe, family, some, rope, 1 + max(family.depths_of(some)))
     heads, dim = some.config.num_attention_heads, some.config.attention_head_dim
     plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, method=method, model=model, **ranges_of(rope),
                 **settings)  # refuses
-    if plan.setting("density_steps") != "none":
-        settings["density_steps"] = plan.setting("density_steps")  # a preset's own, for the receipt
     shares_rho = plan.setting("target_scope") == "sample" and (
         plan.setting("rule") == "target" or any(plan.setting(name) != "none" for name in ("target_density", "density_steps")))
     run = Run(pipe, family, method, model, settings, rope, min_tokens, strict, shares_rho)

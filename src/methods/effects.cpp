@@ -48,6 +48,7 @@ constexpr Need kNeeds[] = {
     {"density", "rule", [](const Settings& s, const Surroundings&) { return !row(s.rule).rho; }},
     {"density", "target_density", [](const Settings& s, const Surroundings&) { return s.target_density == 0; }},
     {"density", "density_steps", [](const Settings& s, const Surroundings&) { return s.density_steps.empty(); }},
+    {"density_steps", "target_density", [](const Settings& s, const Surroundings&) { return s.target_density == 0; }},
     {"target_scope", "target_density",
      [](const Settings& s, const Surroundings&) {
        return s.target_density > 0 || !s.density_steps.empty() || row(s.rule).meets == Meets::by_rho;

@@ -28,9 +28,9 @@ void svoo_model(const Model& model, Settings& settings) {
 
 void no_model(const Model&, Settings&) {}
 
-// scope-mean with densities by step in the place of a dense prefix and a dense layer, for every model.
-Settings preset(const std::vector<DensityStep>& steps) {
-  return {.proxy = ProxyKind::exact, .density_steps = steps, .tail = Tail::mean, .dense_layers = 0, .dense_steps = 0};
+// scope-mean at one density, without dense steps and layers, for every model.
+Settings preset(double density) {
+  return {.proxy = ProxyKind::exact, .target_density = density, .tail = Tail::mean, .dense_layers = 0, .dense_steps = 0};
 }
 
 void preset_model(const Model& model, Settings& settings) {
@@ -59,20 +59,13 @@ constexpr Method kTable[] = {
      .apply_model = scope_model,
      .defaults = [] { return Settings{.proxy = ProxyKind::exact, .tail = Tail::mean}; }},
     {.name = "fast",
-     .help =
-         "scope-mean by a schedule of densities, without a dense prefix or layer: the paper's fidelity in the least time",
+     .help = "scope-mean at density 0.18 without dense steps and layers: the paper's fidelity in the least time",
      .apply_model = preset_model,
-     .defaults =
-         [] {
-           return preset({{0.2, 0.3}, {1, 0.08}});
-         }},
+     .defaults = [] { return preset(0.18); }},
     {.name = "quality",
-     .help = "fast with a schedule for 3 dB more",
+     .help = "fast at density 0.26, for 3 dB more",
      .apply_model = preset_model,
-     .defaults =
-         [] {
-           return preset({{0.2, 0.5}, {1, 0.15}});
-         }},
+     .defaults = [] { return preset(0.26); }},
     {.name = "svg2",
      .help = "Sparse VideoGen2: whole clusters of keys by weight, 300 groups and 1,000 clusters, 50 full first iterations",
      .shares_branches = true,

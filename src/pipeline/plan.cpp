@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "core/numeric.h"
-#include "methods/methods.h"
 #include "methods/partition.h"
 #include "pipeline/state.h"
 #include "stages/backends.h"
@@ -123,11 +122,9 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
   if (!settings.density_steps.empty()) {
     require(!settings.dense, Status::invalid_argument, "density_steps: got {}, and method dense keeps everything",
             get_setting(settings, "density_steps"));
-    const bool own = !settings.method->settings().density_steps.empty();
     require(settings.target_density == 0, Status::invalid_argument,
-            "density_steps: got {}{} beside target_density {}, expected one of the two{}",
-            get_setting(settings, "density_steps"), own ? fmt::format(" (method {}'s)", settings.method->name) : "",
-            settings.target_density, own ? ": density_steps=none, or scope-mean" : "");
+            "density_steps: got {} beside target_density {}, expected one of the two",
+            get_setting(settings, "density_steps"), settings.target_density);
     settings.target_density = settings.density_steps.back().density;  // calls take their own
   }
   if (settings.target_density > 0 && rule().meets != Meets::by_bound) {

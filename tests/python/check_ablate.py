@@ -151,6 +151,12 @@ with tempfile.TemporaryDirectory() as FOLDER:
     accept("generate", *small, "--seed", 0, "--example", 0, "-o", f"{FOLDER}/given", "--method", by_step)
     assert near(json.load(open(f"{FOLDER}/given/run.json"))["density"], data["rows"][0]["density"][0]) and 0.22 < data["rows"][0]["density"][0] < 0.38
 
+    accept("ablate", *small, "--seeds", 1, "--variants", "fast,scope-mean:target_density=0.26+dense_steps=0+dense_layers=0,quality", "--density", "0.3",
+           "--no-control", "-o", f"{FOLDER}/presets.json")
+    fast, given, quality = json.load(open(f"{FOLDER}/presets.json"))["rows"]
+    assert {r["target"] for r in (fast, given, quality)} == {None} and {r["calls"]["dense"] for r in (fast, quality)} == {0}
+    assert abs(fast["density"][0] - 0.18) < 0.01 and abs(quality["density"][0] - 0.26) < 0.01 and quality["psnr"] == given["psnr"]
+
     # A run that is stopped leaves the seeds that were done, in a file of its own.
     checks += 1
     stopped = subprocess.Popen([SCOPE, "ablate", *map(str, small), "--seeds", "60", "--variants", "svg2", "--density", "0.3", "--no-control",
