@@ -54,7 +54,7 @@ const Table kPaper[] = {
      "scope,scope-paper,scope-exact,scope:tail=first_order,scope-exact:tail=first_order,scope:tail=mean,"
      "scope-exact:tail=mean",
      "0.1,0.2"},
-    {"Methods", "scope,scope-paper,scope-exact,scope-mean,svg2,svg2:first_sample=0.1,svg2-ear,svoo,sparge",
+    {"Methods", "scope,scope-paper,scope-exact,scope-mean,svg2,svg2:first_sample=0.1,svg2-ear,svoo,sparge,sol",
      "0.05,0.1,0.2,0.3"},
     {"Schedules", "scope-paper,scope,scope-mean,scope-mean:dense_steps=0+dense_layers=0,fast,quality", "0.2"},
 };

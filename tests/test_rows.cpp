@@ -29,9 +29,10 @@ Settings valid(Settings settings) {
   if (row(settings.tail).per_code && !row(settings.rule).whole_codes) {
     settings.rule = first_where(rule_rows(), [](const RuleRow& r) { return r.whole_codes && !r.similarity && !r.errors; });
   }
-  if (row(settings.rule).similarity) {
+  if (const RuleRow& rule = row(settings.rule); rule.similarity || rule.diagonal) {
     settings.group = first_where(grouping_rows(), [](const GroupingRow& r) { return r.blocks; });
-    settings.encode = first_where(encoding_rows(), [](const EncodingRow& r) { return r.blocks; });
+    settings.encode =
+        first_where(encoding_rows(), [&](const EncodingRow& r) { return r.blocks && r.means == rule.diagonal; });
   }
   if (row(settings.group).with_keys || row(settings.encode).with_queries) {
     settings.group = first_where(grouping_rows(), [](const GroupingRow& r) { return r.with_keys; });

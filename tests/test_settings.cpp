@@ -56,7 +56,7 @@ TEST(Settings, RefusesValuesOutsideTheirRange) {
                                                        {"state_dtype", "f16"},
                                                        {"check_finite", "maybe"},
                                                        {"group", "block"},
-                                                       {"encode", "means"},
+                                                       {"encode", "mean"},
                                                        {"q_block", "0"},
                                                        {"k_block", "-1"},
                                                        {"target_density", "0"},
@@ -285,6 +285,7 @@ TEST(Methods, RowsAreWhatTheyWere) {
       {"sparge", "group=blocks encode=blocks partition=even:1 rule=blocks_topk density=0.5 target_scope=head"},
       {"sparge-cdf",
        "group=blocks encode=blocks partition=even:1 rule=blocks_cdf rho=0.98 target_scope=head similarity=0.6"},
+      {"sol", "group=blocks encode=means partition=even:1 k_block=64 rule=deviation rho=0.158655 tail=centroids"},
       {"dense", ""}};
   ASSERT_EQ(methods_table().size(), kRows.size());
   for (const Method& method : methods_table()) {

@@ -15,6 +15,7 @@
 #include "methods/methods.h"
 #include "video/media.h"
 #include "video/models/wan/layers.h"
+#include "video/morton.h"
 #include "video/sampler.h"
 
 namespace scope::video {
@@ -111,6 +112,33 @@ TEST(VideoOnCpu, SameBitsForAnyThreadCount) {
     const auto latent = generate(*model, request).latent;
     if (once.empty()) once = latent;
     EXPECT_EQ(latent, once);
+  }
+}
+
+TEST(VideoOnCpu, MortonOrderInterleavesWidthHeightAndTime) {
+  using Places = std::vector<int32_t>;
+  EXPECT_EQ(morton_places({2, 2, 2}), (Places{0, 1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(morton_places({1, 4, 4}), (Places{0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15}));
+  EXPECT_EQ(morton_places({3, 1, 3}), (Places{0, 1, 4, 2, 3, 5, 6, 7, 8}));  // without the numbers of no token
+}
+
+// What attention does not change is the same in any order of tokens.
+TEST(Video, OrderOfTokensChangesNothing) {
+  if (!test::backend().present()) GTEST_SKIP() << "[GPU tests skipped]";
+  const Context context(ContextOptions{.backend = test::backend().name, .threads = 2});
+  for (const std::string& name : kModels) {
+    const Case c = read_case(name);
+    const auto engine = make_engine(context, DType::f32);
+    const auto model = open_model(kCases + name, *engine);
+    Method morton = find_method("dense");
+    morton.morton = true;
+    Case raster = c;
+    raster.sample = generate(*model, c.request).latent;
+    Request request = c.request;
+    request.settings.method = &morton;
+    const std::vector<float> latent = generate(*model, request).latent;
+    EXPECT_LT(distance(latent, raster), test::backend().can.host ? 1e-5 : 1e-2) << name;
+    EXPECT_NE(latent, raster.sample) << name;  // sums run in another order
   }
 }
 
@@ -267,7 +295,7 @@ class JointModel final : public Model {
                        .text_dim = 1,
                        .text_tokens = kText}),
         first_(first) {}
-  std::unique_ptr<Pass> start(const std::array<int64_t, 3>&) const override {
+  std::unique_ptr<Pass> start(const std::array<int64_t, 3>&, bool) const override {
     return std::make_unique<JointPass>(first_, calls);
   }
   mutable std::vector<JointCall> calls;

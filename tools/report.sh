@@ -42,7 +42,7 @@ profile() {  # NAME OPTIONS...: how dense the attention of another video is, for
 case $backend in
   cpu) ablate video_cpu --suite paper --compute bf16 "${@:3}" ;;
   cuda)
-    held=scope,scope-paper,scope-mean,svg2,svoo,sparge,svg2-ear,scope-mean:dense_steps=0+dense_layers=0,fast,quality
+    held=scope,scope-paper,scope-mean,svg2,svoo,sparge,svg2-ear,sol,scope-mean:dense_steps=0+dense_layers=0,fast,quality
     profile tiny_wan --example 0
     ablate video_gpu --suite paper --profile "$profile" "${@:3}"
     ablate held_tiny_wan --variants "$held,scope-mean:groups=300" --density 0.05,0.1,0.2 --profile "$profile"

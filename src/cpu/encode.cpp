@@ -6,6 +6,7 @@
 #include "core/numeric.h"
 #include "cpu/blocks.h"
 #include "cpu/kernels.h"
+#include "stages/choices.h"
 #include "stages/kmeans.h"
 
 namespace scope::cpu {
@@ -47,7 +48,7 @@ void encode_blocks(const Exec& exec, const EncodeArgs& args, int64_t head, const
     for (int64_t r = 0; r < args.codes; ++r) {
       sum += static_cast<double>(at.offsets[r + 1] - at.offsets[r]) * static_cast<double>(at.means[r * dim + k]);
     }
-    at.centre[k] = static_cast<float>(sum / static_cast<double>(args.count));
+    at.centre[k] = row(args.encoding).means ? 0.0f : static_cast<float>(sum / static_cast<double>(args.count));
   }
   float* codebook = args.codebooks[head];
   int32_t* label = args.labels[head];
@@ -103,6 +104,7 @@ void encode(const Exec& exec, const EncodeArgs& args) {
         encode_by_kmeans(exec, args, h, at);
         break;
       case Encoding::blocks:
+      case Encoding::means:
         encode_blocks(exec, args, h, at);
         break;
       case Encoding::cocluster:

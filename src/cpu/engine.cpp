@@ -161,22 +161,22 @@ class CpuEngine : public Engine {
 
   void patchify(const PatchGrid& grid, const float* latent, int64_t channels, const float* more, int64_t more_channels,
                 Matrix out) override {
-    each_row(out, [&](int64_t token, float* row) {
+    each_row(out, [&](int64_t patch, float* row) {
       float* to = row;
       for (int64_t c = 0; c < channels + more_channels; ++c) {
         const float* from = c < channels ? latent : more;
-        visit(grid, token, c < channels ? c : c - channels, [&](int64_t at) { *to++ = from[at]; });
+        visit(grid, patch, c < channels ? c : c - channels, [&](int64_t at) { *to++ = from[at]; });
       }
-      store(row, out.columns, out, token, 0);
+      store(row, out.columns, out, token_of(grid, patch), 0);
     });
   }
 
   void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, float* latent) override {
-    each_row(x, [&](int64_t token, float* row) {
-      load(x, token, row);
+    each_row(x, [&](int64_t patch, float* row) {
+      load(x, token_of(grid, patch), row);
       for (int64_t c = 0; c < channels; ++c) {
         const float* from = row + c;
-        visit(grid, token, c, [&](int64_t at) {
+        visit(grid, patch, c, [&](int64_t at) {
           latent[at] = *from;
           from += channels;
         });
@@ -210,10 +210,12 @@ class CpuEngine : public Engine {
     });
   }
 
-  // Latent elements of a token's patch in one channel, in raster order.
+  static int64_t token_of(const PatchGrid& g, int64_t patch) { return g.places == nullptr ? patch : g.places[patch]; }
+
+  // Latent elements of a patch in one channel, in raster order.
   template <class Body>
-  static void visit(const PatchGrid& g, int64_t token, int64_t channel, const Body& body) {
-    const int64_t t = token / (g.h * g.w), h = token / g.w % g.h, w = token % g.w;
+  static void visit(const PatchGrid& g, int64_t patch, int64_t channel, const Body& body) {
+    const int64_t t = patch / (g.h * g.w), h = patch / g.w % g.h, w = patch % g.w;
     for (int64_t a = 0; a < g.pt; ++a) {
       for (int64_t b = 0; b < g.ph; ++b) {
         const int64_t row = ((channel * g.t + t) * g.pt + a) * g.h * g.ph + h * g.ph + b;

@@ -110,6 +110,7 @@ Form form_of(const WeighArgs& args) {
     case Rule::blocks_topk:
     case Rule::blocks_cdf:
     case Rule::error_aware:
+    case Rule::deviation:
       break;
   }
   fail(Status::internal, "rule: {} keeps whole codes", row(args.rule).name);

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <utility>
 
 #include "core/numeric.h"
@@ -160,6 +161,7 @@ class CodeSelector {
       case Rule::clusters:
       case Rule::blocks_cdf:
       case Rule::error_aware:
+      case Rule::deviation:
         return false;
       case Rule::fixed:
       case Rule::top_p:
@@ -172,6 +174,7 @@ class CodeSelector {
   }
 
   void rank(int64_t c, double* weights, uint64_t* room) {
+    if (row(args_.rule).diagonal) return rank_by_deviation(c, weights, room);
     const float* scores = args_.proxy.tables[head_] + c * codes_;
     const auto counts = [&](int64_t r) { return blocks_ ? !always(r) : ranks_.sizes[r] > 0; };
     float high = -std::numeric_limits<float>::infinity();
@@ -202,6 +205,34 @@ class CodeSelector {
     for (int64_t r = 0; r < codes_; ++r) {
       keys += ranks_.sizes[order[r]];
       ranks_.kept_keys[c * codes_ + r] = keys;
+    }
+  }
+
+  // By score, the group's own block and its neighbours first. In the place of a mass, each has the share of a normal row
+  // that lies above it.
+  void rank_by_deviation(int64_t c, double* weights, uint64_t* room) {
+    const float* scores = args_.proxy.tables[head_] + c * codes_;
+    const auto beside = [&](int64_t r) { return std::abs(r - c) <= 1; };
+    double mean = 0, square = 0;
+    for (int64_t r = 0; r < codes_; ++r) mean += static_cast<double>(scores[r]);
+    mean /= static_cast<double>(codes_);  // of equal scores exactly theirs
+    for (int64_t r = 0; r < codes_; ++r) {
+      const double apart = static_cast<double>(scores[r]) - mean;
+      square += apart * apart;
+      weights[r] = beside(r) ? std::numeric_limits<double>::infinity() : static_cast<double>(scores[r]);
+    }
+    require(std::isfinite(square), Status::non_finite, "proxy scores are not finite");
+    const double deviation = std::sqrt(square / static_cast<double>(codes_));
+    int32_t* order = ranks_.order + c * codes_;
+    sort_by_weight(weights, codes_, room, order);
+    int32_t keys = 0;
+    for (int64_t r = 0; r < codes_; ++r) {
+      const double above = static_cast<double>(scores[order[r]]) - mean;
+      ranks_.mass[c * codes_ + r] = beside(order[r]) ? 0.0
+                                    : deviation > 0  ? 0.5 * std::erfc(above / deviation / std::numbers::sqrt2)
+                                                     : 1.0;
+      keys += ranks_.sizes[order[r]];
+      ranks_.kept_keys[c * codes_ + r] = ranks_.keys[c * codes_ + r] = keys;
     }
   }
 
@@ -239,6 +270,7 @@ class CodeSelector {
         break;
       }
       case Rule::blocks_cdf:
+      case Rule::deviation:
         kept = within;
         break;
       case Rule::blocks_topk:

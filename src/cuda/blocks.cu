@@ -8,6 +8,7 @@
 #include "cuda/blocks.h"
 #include "cuda/device/reduce.cuh"
 #include "cuda/launch.h"
+#include "stages/choices.h"
 
 namespace scope::cuda {
 
@@ -158,10 +159,10 @@ struct Places {
 
 constexpr int kCentreParts = 8;
 
-// The mean of all keys of a head, and the codebooks: the means of its blocks less it.
+// The mean of all keys of a head, or 0, and the codebooks: the means of its blocks less it.
 __global__ void __launch_bounds__(kCentreParts* kMostDim)
-    centre_kernel(int64_t codes, int dim, PerHead<const float> means, PerHead<const int32_t> finite, PerHead<float> centres,
-                  PerHead<float> codebooks, const __grid_constant__ Places places) {
+    centre_kernel(bool centred, int64_t codes, int dim, PerHead<const float> means, PerHead<const int32_t> finite,
+                  PerHead<float> centres, PerHead<float> codebooks, const __grid_constant__ Places places) {
   __shared__ double sums[kCentreParts][kMostDim];
   __shared__ int64_t rows[kCentreParts];
   const int64_t head = blockIdx.x;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kCentreParts* kMostDim)
     count += rows[i];
   }
   if (k >= dim) return;
-  const auto centre = static_cast<float>(count > 0 ? sum / static_cast<double>(count) : 0.0);
+  const auto centre = static_cast<float>(centred && count > 0 ? sum / static_cast<double>(count) : 0.0);
   if (part == 0) centres[head][k] = centre;
   float* codebook = codebooks[head] + places.base[k] * codes + places.column[k];
   for (int64_t r = part; r < codes; r += kCentreParts) codebook[r * places.depth[k]] = means[head][r * dim + k] - centre;
@@ -268,8 +269,8 @@ void encode_blocks(const Exec& exec, const EncodeArgs& args) {
     }
     base = static_cast<uint8_t>(base + channels.size());
   }
-  launch(exec, "blocks: codebooks", centre_kernel, n, kCentreParts * kMostDim, 0, args.codes, a.dim,
-         PerHead<const float>(at.means), PerHead<const int32_t>(at.finite), at.centre, args.codebooks, places);
+  launch(exec, "blocks: codebooks", centre_kernel, n, kCentreParts * kMostDim, 0, !row(args.encoding).means, args.codes,
+         a.dim, PerHead<const float>(at.means), PerHead<const int32_t>(at.finite), at.centre, args.codebooks, places);
   const auto empty = args.empty;
   const size_t empty_bytes = args.partition->size() * sizeof(int64_t);
   check(cudaMemset2DAsync(empty.base, n == 1 ? empty_bytes : static_cast<size_t>(empty.step) * sizeof(int64_t), 0,

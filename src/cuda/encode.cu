@@ -62,6 +62,7 @@ void encode(const Exec& exec, const EncodeArgs& args) {
     case Encoding::kmeans:
       return encode_kmeans(exec, args);
     case Encoding::blocks:
+    case Encoding::means:
       return encode_blocks(exec, args);
     case Encoding::cocluster:
       fail(Status::internal, "encode: got cocluster, which is a stage of its own");

@@ -154,7 +154,8 @@ struct Spot {
 __device__ Spot spot_of(const PatchGrid& g, int64_t at) {
   const int64_t height = g.h * g.ph, width = g.w * g.pw;
   const int64_t x = at % width, y = at / width % height, t = at / width / height;
-  return {(t / g.pt * g.h + y / g.ph) * g.w + x / g.pw, (t % g.pt * g.ph + y % g.ph) * g.pw + x % g.pw};
+  const int64_t patch = (t / g.pt * g.h + y / g.ph) * g.w + x / g.pw;
+  return {g.places == nullptr ? patch : g.places[patch], (t % g.pt * g.ph + y % g.ph) * g.pw + x % g.pw};
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -133,6 +133,20 @@ constexpr Method kTable[] = {
                            .target_scope = TargetScope::head,
                            .similarity = 0.6};
          }},
+    {.name = "sol",
+     .help = "Sol-Attn: blocks of 64 that stand out of their row by a deviation, block means in the place of the others",
+     .morton = true,
+     .apply_model = no_model,
+     .defaults =
+         [] {
+           return Settings{.group = Grouping::blocks,
+                           .encode = Encoding::means,
+                           .partition = "even:1",
+                           .k_block = 64,
+                           .rule = Rule::deviation,
+                           .rho = 0.158655,  // of a normal row lies above one deviation
+                           .tail = Tail::centroids};
+         }},
     {.name = "dense",
      .help = "every query attends to every key",
      .apply_model = scope_model,

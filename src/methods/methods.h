@@ -15,6 +15,7 @@ struct Method {
   const char* help;
   bool shares_branches = false;                  // the branches of guidance go on from one state
   bool profiled = false;                         // published with least shares from a profile
+  bool morton = false;                           // its blocks are meant for tokens in Morton order
   void (*apply_model)(const Model&, Settings&);  // what a known model overrides, besides its schedule
   Settings (*defaults)();
 

@@ -76,6 +76,10 @@ void Plan::check_codes() const {
           rule().name);
   require(!rule().similarity || (row(settings.group).blocks && row(settings.encode).blocks), Status::invalid_argument,
           "rule: {} needs group blocks and encode blocks", rule().name);
+  require(!rule().diagonal ||
+              (row(settings.group).blocks && row(settings.encode).blocks && settings.q_block == settings.k_block),
+          Status::invalid_argument, "rule: {} needs group blocks, encode blocks or means, and a q_block that is the k_block",
+          rule().name);
 }
 
 // What stands for a cluster is its mean key and value, over all channels in order.

@@ -70,6 +70,15 @@ constexpr EncodingRow kEncodings[] = {
      .reusable = true,
      .with_queries = true,
      .means = true},
+    {.choice = Encoding::means,
+     .name = "means",
+     .help = "as blocks, without taking the mean of all keys off",
+     .iterates = false,
+     .warm = true,
+     .blocks = true,
+     .reusable = false,
+     .with_queries = false,
+     .means = true},
 };
 
 constexpr ProxyRow kProxies[] = {
@@ -168,6 +177,19 @@ constexpr RuleRow kRules[] = {
      .rho = true,
      .floor = 4,
      .meets = Meets::by_bound},
+    {.choice = Rule::deviation,
+     .name = "deviation",
+     .help =
+         "the blocks above the row's mean by so many deviations that rho of a normal row is, the queries' own and the two "
+         "beside it",
+     .whole_codes = true,
+     .similarity = false,
+     .errors = false,
+     .profile = false,
+     .rho = true,
+     .floor = 0,
+     .meets = Meets::by_bound,
+     .diagonal = true},
 };
 
 constexpr TargetScopeRow kTargetScopes[] = {

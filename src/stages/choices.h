@@ -57,6 +57,7 @@ struct RuleRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in t
   bool rho;          // compares with a given rho; others keep the share `density`
   int floor;         // under a target, alpha is lowered to at most target / floor; 0: the rule has no floor
   Meets meets;
+  bool diagonal = false;  // keeps a query block's own keys and their neighbours: blocks of one size on both sides
 };
 
 struct TargetScopeRow {

@@ -12,8 +12,9 @@ namespace scope {
 // Ordered channel index sets that together cover the head dimension exactly once.
 using Partition = std::vector<std::vector<int32_t>>;
 
-// docs/algorithm.md, "Blocks"; cocluster: together with the queries, by stages/cocluster.h instead of this stage.
-enum class Encoding { kmeans, blocks, cocluster };
+// docs/algorithm.md, "Blocks"; cocluster: together with the queries, by stages/cocluster.h instead of this stage; means:
+// blocks whose codes are the means of their keys as they are.
+enum class Encoding { kmeans, blocks, cocluster, means };
 
 struct EncodeArgs {
   int64_t heads = 1;
@@ -23,7 +24,7 @@ struct EncodeArgs {
   const Partition* partition = nullptr;  // subspaces
   int64_t codes = 0;                     // per subspace, 1 .. count; blocks: ceil(count / block)
   Encoding encoding = Encoding::kmeans;
-  int64_t block = 0;   // blocks only
+  int64_t block = 0;   // blocks and means only
   int iterations = 0;  // K-means only, like the next three
   int64_t sample = 0;
   bool warm = false;

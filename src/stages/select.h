@@ -9,8 +9,8 @@
 
 namespace scope {
 
-// What each keeps: docs/algorithm.md, "Rules". The last four keep every key of some codes and no other.
-enum class Rule { fixed, top_p, hybrid, online, target, clusters, blocks_topk, blocks_cdf, error_aware };
+// What each keeps: docs/algorithm.md, "Rules". The last five keep every key of some codes and no other.
+enum class Rule { fixed, top_p, hybrid, online, target, clusters, blocks_topk, blocks_cdf, error_aware, deviation };
 
 // What meets a target density: each head, or the mean over a sample's heads at one rho for all of them.
 enum class TargetScope { head, sample };
@@ -21,7 +21,7 @@ struct WeighArgs {
   Proxy proxy = {};
   PerHead<const int32_t> sizes = {};  // [groups] queries per group; an empty group gets no keys and no work
   Rule rule = Rule::online;
-  double rho = 0;                 // top_p, hybrid, online, clusters, error_aware, blocks_cdf: (0, 1]
+  double rho = 0;                 // top_p, hybrid, online, clusters, error_aware, blocks_cdf, deviation: (0, 1]
   const double* alpha = nullptr;  // [heads] host memory: hybrid, online, target: floor as a share of the keys; clusters,
                                   // error_aware: of the codes; [0, 1]
   double density = 0;             // fixed, target, blocks_topk: (0, 1]

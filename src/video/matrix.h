@@ -14,10 +14,11 @@ struct Matrix {
 
 enum class Activation { none, gelu_tanh, gelu, silu };
 
-// A latent [channels, T, H, W] is cut into patches; a token is one patch, tokens in raster order of (T, H, W).
+// A latent [channels, T, H, W] is cut into patches; a token is one patch.
 struct PatchGrid {
-  int64_t t, h, w;     // tokens
-  int64_t pt, ph, pw;  // latent elements of a patch
+  int64_t t, h, w;                  // tokens
+  int64_t pt, ph, pw;               // latent elements of a patch
+  const int32_t* places = nullptr;  // [tokens] where each patch stands, in raster order of (T, H, W); null: in that order
   int64_t tokens() const { return t * h * w; }
   int64_t patch() const { return pt * ph * pw; }
 };

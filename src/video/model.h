@@ -71,8 +71,9 @@ class Model {
 
   Engine& engine() const { return engine_; }
   const ModelConfig& config() const { return config_; }
-  // grid: tokens along T, H and W, each in 1..rope_max. The model outlives the pass.
-  virtual std::unique_ptr<Pass> start(const std::array<int64_t, 3>& grid) const = 0;
+  // grid: tokens along T, H and W, each in 1..rope_max. morton: self-attention sees them in Morton order, otherwise in
+  // raster order. The model outlives the pass.
+  virtual std::unique_ptr<Pass> start(const std::array<int64_t, 3>& grid, bool morton) const = 0;
 
  private:
   Engine& engine_;

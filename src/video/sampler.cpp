@@ -132,7 +132,7 @@ Sample generate(const Model& model, const Request& request) {
     require(n >= 1 && n <= config.rope_max, Status::shape, "grid: got {}, expected 1..{} tokens along each axis",
             io::join(request.grid, "x"), config.rope_max);
   }
-  const std::unique_ptr<Pass> pass = model.start(request.grid);
+  const std::unique_ptr<Pass> pass = model.start(request.grid, request.settings.method->morton);
   const auto size = latent_size(config, request.grid);
   check("noise", request.noise, config.latent_channels, size);
   check("condition", request.condition, config.condition_channels, size);

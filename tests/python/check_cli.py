@@ -67,7 +67,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert "scope-paper" in accept("methods") and "first_sample" in accept("methods", "--json")
     assert "make-qkv" in accept("--help") and "--dump" in accept("attend", "--help")
 
-    for method in ("svg2", "svg2-ear", "svoo", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "scope:partition=even:2+rule=hybrid"):
+    for method in ("svg2", "svg2-ear", "svoo", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "sol:q_block=2+k_block=2", "scope:partition=even:2+rule=hybrid"):
         said = accept(*base, "--method", method, "--target-density", "0.3")
         assert abs(float(said.split("density ")[-1].split(",")[0]) - 0.3) < 0.02, said
     assert "nearest to 0.3" in accept(*base, "--method", "sparge:q_block=4+k_block=15", "--target-density", "0.3")

@@ -6,7 +6,8 @@
 
 namespace scope::cuda {
 
-// How a group orders the codes: what all keep, then by weight, or by error after the first of them.
+// How a group orders the codes: what all keep, then by weight, or by error after the first of them; or by score, its own
+// block and the two beside it first.
 struct CodesOrder {
   // Every group keeps the codes that are not similar, a group that is not keeps every code, and the other codes weigh once.
   // Else there is no similarity, and a code weighs once for each of its keys.
@@ -14,6 +15,7 @@ struct CodesOrder {
   double similar;
   PerHead<const float> q_similarity, k_similarity;  // null unless by_similarity
   PerHead<const float> errors;                      // [groups, codes] what leaving a code out costs; null: all by weight
+  bool by_score;                                    // groups and codes are blocks of one size
   PerHead<const int32_t> sizes;
 
   // NaN is not similar.
@@ -55,7 +57,8 @@ struct CodesSpace {
   PerHead<int32_t> kept;        // [groups] codes that the group keeps
   PerHead<uint16_t> rank;       // [groups, codes] where a code stands in the group's order
   PerHead<int32_t> keys;        // [groups, codes] keys up to and with each rank
-  PerHead<double> mass;         // [groups, codes] share of the weight up to and with each by weight; 0 for what all keep
+  PerHead<double> mass;         // [groups, codes] share of the weight up to and with each by weight; 0 for what all keep;
+                                // by score: the share of a normal row above each, 0 for those that are first
   PerHead<uint16_t> reaching;   // [groups, codes] by error alone: ranks that have as many keys as the first by weight
 };
 

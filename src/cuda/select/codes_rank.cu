@@ -95,11 +95,13 @@ __device__ void sort_keys(uint64_t (&key)[kEach], uint64_t* shared) {
   }
 }
 
+enum class Ranking { weight, error, score };
+
 // One argument: of two smaller ones, the compiler would hold more in registers.
 struct RankLaunch : CodesOrder, CodesSpace {};
 
 // A block for each group: what a code weighs in it, and where that places the code.
-template <int kEach, bool kErrors>
+template <int kEach, Ranking kBy>
 __global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(ProxyLaunch p, RankLaunch a) {
   __shared__ uint64_t shared[kRankThreads * kEach];
   __shared__ float highs[kRankWarps];
@@ -109,27 +111,44 @@ __global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(P
   const int32_t* code_sizes = a.code_sizes[head];
   const auto weighs = [&](int r) { return a.by_similarity ? !a.always(head, r) : code_sizes[r] > 0; };
 
-  float high = -INFINITY;  // without NaN
-  for (int r = threadIdx.x; r < p.codes; r += kRankThreads) {
-    if (weighs(r)) high = fmaxf(high, scores[r]);
-  }
-  high = warp_max(high);
-  if (threadIdx.x % 32 == 0) highs[threadIdx.x / 32] = high;
-  __syncthreads();
-  for (const float other : highs) high = fmaxf(high, other);
-
+  const auto beside = [&](int r) { return abs(r - static_cast<int>(group)) <= 1; };
   uint64_t key[kEach];
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    const int r = e * kRankThreads + static_cast<int>(threadIdx.x);
-    double weight = 0;  // of what is no code, too: it has a higher number than all that are, and so comes last
-    if (r < p.codes && a.always(head, r)) {
-      weight = INFINITY;
-    } else if (r < p.codes && weighs(r)) {
-      weight = exp(static_cast<double>(scores[r]) - static_cast<double>(high)) * (a.by_similarity ? 1 : code_sizes[r]);
-      if (!(weight < INFINITY)) weight = 0;
+  double mean = 0, deviation = 0;  // of the scores
+  if constexpr (kBy == Ranking::score) {
+    for (int r = threadIdx.x; r < p.codes; r += kRankThreads) mean += static_cast<double>(scores[r]);
+    mean = block_sum<kRankThreads>(mean) / p.codes;
+    for (int r = threadIdx.x; r < p.codes; r += kRankThreads) {
+      const double apart = static_cast<double>(scores[r]) - mean;
+      deviation += apart * apart;
     }
-    key[e] = key_of(weight, r);
+    deviation = sqrt(block_sum<kRankThreads>(deviation) / p.codes);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int r = e * kRankThreads + static_cast<int>(threadIdx.x);
+      const bool real = r < p.codes;
+      key[e] = error_key(real ? scores[r] : 0.0f, beside(r), real, r);
+    }
+  } else {
+    float high = -INFINITY;  // without NaN
+    for (int r = threadIdx.x; r < p.codes; r += kRankThreads) {
+      if (weighs(r)) high = fmaxf(high, scores[r]);
+    }
+    high = warp_max(high);
+    if (threadIdx.x % 32 == 0) highs[threadIdx.x / 32] = high;
+    __syncthreads();
+    for (const float other : highs) high = fmaxf(high, other);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int r = e * kRankThreads + static_cast<int>(threadIdx.x);
+      double weight = 0;  // of what is no code, too: it has a higher number than all that are, and so comes last
+      if (r < p.codes && a.always(head, r)) {
+        weight = INFINITY;
+      } else if (r < p.codes && weighs(r)) {
+        weight = exp(static_cast<double>(scores[r]) - static_cast<double>(high)) * (a.by_similarity ? 1 : code_sizes[r]);
+        if (!(weight < INFINITY)) weight = 0;
+      }
+      key[e] = key_of(weight, r);
+    }
   }
   sort_keys<kEach>(key, shared);
 
@@ -138,16 +157,27 @@ __global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(P
   const int first = static_cast<int>(threadIdx.x) * kEach;
   const auto keys_of = [&](int e) { return first + e < p.codes ? code_sizes[code_of(key[e])] : 0; };
 #pragma unroll
-  for (int e = 0; e < kEach; ++e) mass += weight_of(key[e]), keys += keys_of(e);
+  for (int e = 0; e < kEach; ++e) {
+    if constexpr (kBy != Ranking::score) mass += weight_of(key[e]);
+    keys += keys_of(e);
+  }
   exclusive_scan<kRankThreads>(mass, keys, total);
   int32_t by_weight[kEach];  // keys up to and with each
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
-    mass += weight_of(key[e]);
     by_weight[e] = keys += keys_of(e);
-    if (first + e < p.codes) a.mass[head][group * p.codes + first + e] = total > 0 ? mass / total : 0.0;
+    if constexpr (kBy == Ranking::score) {
+      if (first + e >= p.codes) continue;
+      const int code = code_of(key[e]);
+      const double above = static_cast<double>(scores[code]) - mean;
+      mass = beside(code) ? 0.0 : deviation > 0 ? 0.5 * erfc(above / deviation * M_SQRT1_2) : 1.0;
+      a.mass[head][group * p.codes + first + e] = mass;
+    } else {
+      mass += weight_of(key[e]);
+      if (first + e < p.codes) a.mass[head][group * p.codes + first + e] = total > 0 ? mass / total : 0.0;
+    }
   }
-  if constexpr (kErrors) {
+  if constexpr (kBy == Ranking::error) {
     const float* errors = a.errors[head] + group * p.codes;
     const int guaranteed = a.floors[head]->guaranteed;
 #pragma unroll
@@ -169,7 +199,7 @@ __global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(P
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
     if (first + e >= p.codes) break;
-    if constexpr (kErrors) {
+    if constexpr (kBy == Ranking::error) {
       keys += keys_of(e);
       up_to[first + e] = keys;
     } else {
@@ -179,7 +209,7 @@ __global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(P
     rank[code_of(key[e])] = static_cast<uint16_t>(first + e);
   }
   __syncthreads();
-  if constexpr (kErrors) {
+  if constexpr (kBy == Ranking::error) {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       if (first + e >= p.codes) break;
@@ -198,12 +228,12 @@ __global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(P
   for (int r = threadIdx.x; r < p.codes; r += kRankThreads) a.rank[head][group * p.codes + r] = rank[r];
 }
 
-template <int kEach, bool kErrors>
+template <int kEach, Ranking kBy>
 void launch_rank(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesSpace& space) {
   if constexpr (kEach < kMostEach) {
-    if (p.codes > kRankThreads * kEach) return launch_rank<2 * kEach, kErrors>(exec, p, order, space);
+    if (p.codes > kRankThreads * kEach) return launch_rank<2 * kEach, kBy>(exec, p, order, space);
   }
-  launch(exec, "rank_codes", rank_codes<kEach, kErrors>, int64_t{p.heads} * p.groups, kRankThreads, 0, p,
+  launch(exec, "rank_codes", rank_codes<kEach, kBy>, int64_t{p.heads} * p.groups, kRankThreads, 0, p,
          RankLaunch{order, space});
 }
 
@@ -218,7 +248,9 @@ void tally_pass(const Exec& exec, const ProxyLaunch& p, const CodesFloors& floor
 }
 
 void rank_pass(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesSpace& space) {
-  order.errors ? launch_rank<1, true>(exec, p, order, space) : launch_rank<1, false>(exec, p, order, space);
+  if (order.by_score) return launch_rank<1, Ranking::score>(exec, p, order, space);
+  if (order.errors) return launch_rank<1, Ranking::error>(exec, p, order, space);
+  launch_rank<1, Ranking::weight>(exec, p, order, space);
 }
 
 }  // namespace scope::cuda

@@ -95,6 +95,7 @@ RuleLaunch rule_of(const WeighArgs& x, int64_t count) {
     case Rule::blocks_topk:
     case Rule::blocks_cdf:
     case Rule::error_aware:
+    case Rule::deviation:
       fail(Status::internal, "select: a rule that keeps whole codes, key by key");
   }
   a.alpha = lowered_alpha(x, 0, a.goal);
@@ -109,6 +110,7 @@ CodesOrder order_of(const WeighArgs& x) {
   if (row(x.rule).errors) order.errors = x.errors;
   order.by_similarity = row(x.rule).similarity;
   order.similar = x.similar;
+  order.by_score = row(x.rule).diagonal;
   order.q_similarity = x.q_similarity;
   order.k_similarity = x.k_similarity;
   return order;
@@ -135,6 +137,7 @@ CodesRule codes_rule_of(const WeighArgs& x) {
       a.given = static_cast<double>(floor_share(x.density, codes)) / static_cast<double>(codes);
       return a;
     case Rule::blocks_cdf:
+    case Rule::deviation:
       a.bound = Bound::mass_within;
       return a;
     case Rule::error_aware:

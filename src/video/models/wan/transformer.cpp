@@ -7,6 +7,7 @@
 #include "core/numeric.h"
 #include "methods/methods.h"
 #include "pipeline/call.h"
+#include "video/morton.h"
 
 namespace scope::video {
 
@@ -15,7 +16,7 @@ namespace wan {
 namespace {
 
 // cos and sin of each token's angles along T, H and W, in double until the end: [tokens, 2, head_dim / 2].
-std::vector<float> make_rotation(const Config& config, const PatchGrid& grid) {
+std::vector<float> make_rotation(const Config& config, const PatchGrid& grid, const std::vector<int32_t>& places) {
   const int64_t half = config.head_dim / 2, sizes[3] = {grid.t, grid.h, grid.w};
   const auto rope = config.rope();
   std::vector<float> cosines[3], sines[3];  // [size, channels / 2]: few angles, many tokens
@@ -30,9 +31,9 @@ std::vector<float> make_rotation(const Config& config, const PatchGrid& grid) {
     }
   }
   std::vector<float> out(static_cast<size_t>(grid.tokens() * 2 * half));
-  for (int64_t token = 0; token < grid.tokens(); ++token) {
-    const int64_t at[3] = {token / (grid.h * grid.w), token / grid.w % grid.h, token % grid.w};
-    float* to = out.data() + token * 2 * half;
+  for (int64_t patch = 0; patch < grid.tokens(); ++patch) {
+    const int64_t at[3] = {patch / (grid.h * grid.w), patch / grid.w % grid.h, patch % grid.w};
+    float* to = out.data() + (places.empty() ? patch : places[static_cast<size_t>(patch)]) * 2 * half;
     for (size_t axis = 0; axis < 3; ++axis) {
       const int64_t n = rope[axis] / 2;
       std::copy_n(cosines[axis].begin() + at[axis] * n, n, to);
@@ -55,7 +56,7 @@ struct Text {
 
 class WanPass final : public Pass {
  public:
-  WanPass(const Transformer& model, const std::array<int64_t, 3>& grid);
+  WanPass(const Transformer& model, const std::array<int64_t, 3>& grid, bool morton);
   void add_prompt(const Prompt& prompt) override { texts_.push_back(embed(prompt)); }
   void set_timesteps(std::span<const double> timesteps) override { time_ = model_.embed_time(timesteps); }
   void forward(int64_t step, int64_t branch, const float* latent, const float* condition, const Attend& attend,
@@ -82,9 +83,10 @@ class WanPass final : public Pass {
   Buffer q_, k_, v_;         // attention
   Buffer rotation_;          // [tokens, 2, head_dim / 2]
   Buffer modulation_;        // [6, dim]
+  Buffer places_;            // of grid_, in Morton order
 };
 
-WanPass::WanPass(const Transformer& model, const std::array<int64_t, 3>& grid)
+WanPass::WanPass(const Transformer& model, const std::array<int64_t, 3>& grid, bool morton)
     : model_(model), engine_(model.engine()), config_(model.wan()), grid_{grid[0],          grid[1],
                                                                           grid[2],          config_.patch[0],
                                                                           config_.patch[1], config_.patch[2]} {
@@ -97,7 +99,15 @@ WanPass::WanPass(const Transformer& model, const std::array<int64_t, 3>& grid)
   wide_ = allocate(std::max({std::max({dim, config_.ffn_dim, config_.in_channels * grid_.patch()}) * act,
                              config_.out_channels * grid_.patch() * 4}));
   for (Buffer* buffer : {&q_, &k_, &v_}) *buffer = allocate(dim * dtype_bytes(engine_.attention));
-  rotation_ = uploaded(engine_, make_rotation(config_, grid_));
+  std::vector<int32_t> places;
+  if (morton) {
+    places = morton_places(grid);
+    const auto bytes = static_cast<int64_t>(places.size() * sizeof(int32_t));
+    places_ = engine_.allocate(bytes);
+    engine_.upload(places.data(), places_.get(), bytes);
+    grid_.places = static_cast<const int32_t*>(places_.get());
+  }
+  rotation_ = uploaded(engine_, make_rotation(config_, grid_, places));
   modulation_ = engine_.allocate(6 * dim * 4);
 }
 
@@ -284,8 +294,8 @@ Transformer::Transformer(const std::string& folder, const Config& config, Engine
       host_(make_cpu_engine(engine.context, DType::f32)),
       tensors_(load_tensors(folder, list_tensors(wan_, layers_), engine, *host_)) {}
 
-std::unique_ptr<Pass> Transformer::start(const std::array<int64_t, 3>& grid) const {
-  return std::make_unique<WanPass>(*this, grid);
+std::unique_ptr<Pass> Transformer::start(const std::array<int64_t, 3>& grid, bool morton) const {
+  return std::make_unique<WanPass>(*this, grid, morton);
 }
 
 Buffer Transformer::embed_time(std::span<const double> timesteps) const {

@@ -9,7 +9,7 @@ class Transformer final : public Model {
  public:
   // Compute is the engine's, but for the embedding of time: always f32 on the host.
   Transformer(const std::string& folder, const Config& config, Engine& engine);
-  std::unique_ptr<Pass> start(const std::array<int64_t, 3>& grid) const override;
+  std::unique_ptr<Pass> start(const std::array<int64_t, 3>& grid, bool morton) const override;
 
   const Config& wan() const { return wan_; }
   const Layers& layers() const { return layers_; }
