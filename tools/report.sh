@@ -2,7 +2,8 @@
 # The long report: whole videos of every variant against dense ones, into bench/results, and from there into docs:
 # report.sh SCOPE-COMMAND cpu|cuda [OPTIONS of scope ablate, for the first of its runs]
 # With cuda there are a second model, clips-wan, where CLIPS_WAN names its folder, and profiles for svoo. What is finished at this commit of
-# the code stays as it is, and a run that was stopped goes on after its last seed: start the script again until it ends.
+# the code (COMMIT, where there is no git) stays as it is, and a run that was stopped goes on after its last seed: start the script again
+# until it ends.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scope=$1 backend=$2
