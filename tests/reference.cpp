@@ -437,6 +437,20 @@ std::vector<int64_t> sparge_blocks(std::vector<double> scores, const std::vector
   return kept;
 }
 
+std::vector<int64_t> sol_blocks(const std::vector<double>& scores, int64_t group, double rho) {
+  const auto n = static_cast<double>(scores.size());
+  const double mean = std::accumulate(scores.begin(), scores.end(), 0.0) / n;
+  double square = 0;
+  for (const double x : scores) square += (x - mean) * (x - mean) / n;
+  std::vector<int64_t> kept;
+  for (int64_t r = 0; r < std::ssize(scores); ++r) {
+    const double above = (scores[static_cast<size_t>(r)] - mean) / std::sqrt(square);  // NaN where all are alike
+    if (rho >= 1 || std::abs(r - group) <= 1 || 0.5 * std::erfc(above / std::sqrt(2.0)) <= rho) kept.push_back(r);
+  }
+  if (kept.empty()) kept.push_back(std::max_element(scores.begin(), scores.end()) - scores.begin());
+  return kept;
+}
+
 double self_similarity(const Matrix& rows) {
   double sum = 0;
   for (int64_t a = 0; a < rows.rows; ++a) {

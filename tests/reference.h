@@ -122,6 +122,9 @@ struct SpargeForm {
 };
 std::vector<int64_t> sparge_blocks(std::vector<double> scores, const std::vector<bool>& similar, bool query_similar,
                                    SpargeForm form);
+// Sol-Attn: the key blocks that query block `group` keeps, ascending: its own, the two beside it, and those above the mean
+// by so many deviations that a share of at most rho of a normal row is higher; at least one, and all where rho >= 1.
+std::vector<int64_t> sol_blocks(const std::vector<double>& scores, int64_t group, double rho);
 // The mean of the Gram matrix of the rows, each scaled to length 1.
 double self_similarity(const Matrix& rows);
 // What stands for the keys that a group drops: p are the shares of their mass.

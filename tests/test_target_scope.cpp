@@ -184,6 +184,7 @@ std::vector<int64_t> wanted_codes(const Head& head, int64_t group, double bound,
     const std::vector<double> errors(head.errors.begin() + group * codes, head.errors.begin() + (group + 1) * codes);
     return reference::ear_clusters(scores, head.code_sizes(), errors, bound, alpha);
   }
+  if (head.args.rule == Rule::deviation) return reference::sol_blocks(scores, group, bound);
   std::vector<bool> similar;
   for (const float x : head.k_similarity) similar.push_back(static_cast<double>(x) > head.args.similar);
   // A solved share of codes is a whole number of them, which millionths would round down.
