@@ -2,6 +2,7 @@
 #include "cpu/elementwise.h"
 
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)  // as in kernels.cpp
+#define HWY_BROKEN_EMU128 1
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/elementwise.cpp"
 #include <hwy/foreach_target.h>
