@@ -27,7 +27,7 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kMostResult = int64_t{64} << 20;  // bytes of a result to go on from
 
-struct Options : VideoInputs {
+struct AblateOptions : VideoInputs {
   std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, profile, resume, output, csv, plot, commit;
   PointFlags at{.set = {}, .density = "0.2", .rho = ""};
   int64_t seeds = 8, first_seed = 0, steps = 0;  // 0: the model's
@@ -88,12 +88,6 @@ std::vector<double> each(const std::vector<Result>& results, F value) {
   return out;
 }
 
-double mean(const std::vector<double>& x) {
-  double sum = 0;
-  for (const double value : x) sum += value;
-  return sum / static_cast<double>(x.size());
-}
-
 // Of the seeds, as a sample: n - 1. NaN for one seed.
 double deviation(const std::vector<double>& x) {
   const double centre = mean(x);
@@ -139,7 +133,7 @@ std::string duration(double seconds) {
 
 class Ablation {
  public:
-  explicit Ablation(const Options& options)
+  explicit Ablation(const AblateOptions& options)
       : options_(options),
         folder_(find_model_folder(options.model)),
         notes_(video::read_notes(folder_)),
@@ -692,7 +686,7 @@ class Ablation {
     return out;
   }
 
-  const Options& options_;
+  const AblateOptions& options_;
   std::string folder_;
   video::Notes notes_;
   video::ModelConfig config_;
@@ -710,7 +704,7 @@ class Ablation {
   std::unique_ptr<Progress> progress_;
 };
 
-void run(const Options& options) {
+void run(const AblateOptions& options) {
   Outputs outputs;
   outputs.reads_model(find_model_folder(options.model));
   outputs.reads("--condition", options.condition);
@@ -737,7 +731,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_ablate(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<AblateOptions>();
   CLI::App* command = app.add_subcommand(
       "ablate",
       "Generate the same videos densely and by variants of a method at matched density, and judge them by paired seeds.\n"

@@ -12,7 +12,7 @@ namespace scope::cli {
 
 namespace {
 
-struct Options {
+struct AttendOptions {
   std::string output, stats, state, target_density;
   int64_t layer = -1, step = -1, steps = 0, quality = 0;
   bool dump = false, lse = false;
@@ -56,7 +56,7 @@ void add_dump(const Runner& runner, const Qkv& qkv, io::SafeTensors& out) {
   if (!plan.partition.empty()) out.metadata["subspaces"] = sets.dump();
 }
 
-void run(const Options& options) {
+void run(const AttendOptions& options) {
   const Settings settings = options.method.settings({.layer = options.layer >= 0,
                                                      .step = options.step >= 0,
                                                      .state = !options.state.empty(),
@@ -164,7 +164,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_attend(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<AttendOptions>();
   CLI::App* command = app.add_subcommand(
       "attend",
       "Attend over q, k, v from a file: tensors q, k, v as [batch, heads, tokens, dim] or [heads, tokens, dim] in f32, f16 "

@@ -15,7 +15,7 @@ namespace scope::cli {
 
 namespace {
 
-struct Options {
+struct BenchOptions {
   std::string grid, rope = "44,42,42", dtype, density = "0.2", json, commit;
   int64_t heads = 2, quality = 0;
   int repeat = 5;
@@ -78,7 +78,7 @@ std::vector<Variant> make_variants(const Settings& base, double density) {
   return variants;
 }
 
-nlohmann::ordered_json run_case(const Case& c, const Options& options, const Context& context) {
+nlohmann::ordered_json run_case(const Case& c, const BenchOptions& options, const Context& context) {
   const SyntheticSpec spec{
       {c.grid[0], c.grid[1], c.grid[2]}, parse_list("--rope", options.rope, ','), c.heads, options.seed};
   const Qkv qkv = synthetic_qkv(spec, options.dtype, *context.exec().pool);
@@ -180,7 +180,7 @@ nlohmann::ordered_json run_case(const Case& c, const Options& options, const Con
   return result;
 }
 
-std::vector<Case> cases(const Options& options) {
+std::vector<Case> cases(const BenchOptions& options) {
   if (options.suite) return {{{16, 32, 32}, 2, 0.20}, {{21, 45, 80}, 1, 0.15}};
   std::vector<double> densities;
   size_t at = 0;
@@ -205,7 +205,7 @@ std::vector<Case> cases(const Options& options) {
   return list;
 }
 
-void run(Options options) {
+void run(BenchOptions options) {
   Outputs outputs;
   outputs.reads(parse_method(options.method.method, options.method.model, options.method.set));
   outputs.writes("--json", options.json);
@@ -228,7 +228,7 @@ void run(Options options) {
 }  // namespace
 
 void add_bench(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<BenchOptions>();
   CLI::App* command = app.add_subcommand(
       "bench",
       "Time the stages and whole calls on synthetic q, k, v: dense, warm and cold, the method's own rule solved for the\n"

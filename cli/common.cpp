@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstring>
 #include <fstream>
+#include <numeric>
 
 #include "core/numeric.h"
 #include "stages/backends.h"
@@ -414,6 +415,10 @@ DType finest_dtype(const Context& context) {
 }
 
 double now_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+double mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
 
 std::string bold(const std::string& text) { return isatty(STDOUT_FILENO) == 1 ? "\x1b[1m" + text + "\x1b[0m" : text; }
 

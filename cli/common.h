@@ -199,6 +199,7 @@ int64_t parse_samples(const std::string& text, const std::string& flag = "--samp
 void write_text(const std::string& path, const std::string& text);
 
 double now_seconds();
+double mean(const std::vector<double>& values);
 std::string bold(const std::string& text);  // only when stdout is a terminal
 
 // The commands; each adds itself and runs through its callback.

@@ -12,7 +12,7 @@ namespace scope::cli {
 
 namespace {
 
-struct Options {
+struct CompareOptions {
   InputFlags input;
   std::string methods = "scope,scope-exact,svg2,sparge", samples = "128", model, profile, json, csv, plots;
   PointFlags at{.set = {}, .density = "0.05,0.1,0.2,0.3", .rho = ""};
@@ -27,7 +27,7 @@ struct Method {
 };
 
 // One line of the table: medians over the repeated warm calls, quality of the last.
-struct Row {
+struct CompareRow {
   std::string method;
   double point = 1;                                          // target density, or rho
   double density = 1, selection = 0, attend = 0, total = 0;  // seconds
@@ -39,7 +39,7 @@ struct Row {
 
 double selection_seconds(const CallStats& stats) { return stats.group + stats.encode + stats.score + stats.select; }
 
-std::vector<Method> parse_methods(const Options& options) {
+std::vector<Method> parse_methods(const CompareOptions& options) {
   std::vector<Method> methods;
   for (const std::string& name : split_methods(options.methods)) {
     methods.push_back({name, parse_method(name, options.model, options.at.set)});
@@ -65,7 +65,7 @@ std::vector<Method> parse_methods(const Options& options) {
 
 class Comparison {
  public:
-  explicit Comparison(const Options& options)
+  explicit Comparison(const CompareOptions& options)
       : options_(options),
         methods_(parse_methods(options)),
         points_(options.at.points()),
@@ -112,19 +112,19 @@ class Comparison {
   void print() const {
     fmt::print("{}\n\n", bold(setting_line()));
     size_t width = 6;
-    for (const Row& row : rows_) width = std::max(width, label(row).size());
+    for (const CompareRow& row : rows_) width = std::max(width, label(row).size());
     fmt::print("{:<{}}  {:>7}  {:>17}  {:>13}  {:>8}  {:>8}  {:>9}  {:>9}  {:>7}\n", "", width, "density", "mass recall",
                "oracle recall", "error", "cosine", "select ms", "attend ms", "speedup");
-    const auto line = [&](const Row& row) {
+    const auto line = [&](const CompareRow& row) {
       fmt::print("{:<{}}  {:>7.4f}  {:>8.4f} ± {:.4f}  {:>13.4f}  {:>8.5f}  {:>8.5f}  {:>9.1f}  {:>9.1f}  {:>6.2f}x\n",
                  label(row), width, row.density, row.quality.mass_recall, row.quality.mass_interval,
                  row.quality.oracle_recall, row.quality.error, row.quality.cosine, 1e3 * row.selection, 1e3 * row.attend,
                  row.dense / row.total);
     };
     line(dense_);
-    for (const Row& row : rows_) line(row);
+    for (const CompareRow& row : rows_) line(row);
     fmt::print("\n");
-    for (const Row& row : rows_) {
+    for (const CompareRow& row : rows_) {
       for (const std::string& note : row.notes) fmt::print("{}\n", note);
     }
     fmt::print(
@@ -141,13 +141,13 @@ class Comparison {
         {"queries_per_head", samples_},  {"repeat", options_.repeat}, {"machine", machine_json(context_)}};
     for (const Method& method : methods_) out["settings"][method.name] = settings_json(method.settings);
     out["rows"].push_back(row_json(dense_));
-    for (const Row& row : rows_) out["rows"].push_back(row_json(row));
+    for (const CompareRow& row : rows_) out["rows"].push_back(row_json(row));
     return out;
   }
 
   std::string csv() const {
     std::string out;
-    for (const Row* row : all_rows()) {
+    for (const CompareRow* row : all_rows()) {
       const auto json = row_json(*row);
       std::vector<std::string> names, values;
       for (const auto& [name, value] : json.items()) {
@@ -162,20 +162,21 @@ class Comparison {
   }
 
   Chart recall_chart() const {
-    return chart("Mass recall against density", "density", "mass recall", false, [](const Row& row) {
+    return chart("Mass recall against density", "density", "mass recall", false, [](const CompareRow& row) {
       return std::pair{row.density, row.quality.mass_recall};
     });
   }
   Chart error_chart() const {
-    return chart("Output error against time", "milliseconds of a warm call", "relative error", true, [](const Row& row) {
-      return std::pair{1e3 * row.total, std::max(row.quality.error, 1e-9)};
-    });
+    return chart("Output error against time", "milliseconds of a warm call", "relative error", true,
+                 [](const CompareRow& row) {
+                   return std::pair{1e3 * row.total, std::max(row.quality.error, 1e-9)};
+                 });
   }
 
  private:
   Settings at(const Method& method, double point) const { return options_.at.at(method.settings, point, method.name); }
   // A density is in the table anyway.
-  std::string label(const Row& row) const {
+  std::string label(const CompareRow& row) const {
     return options_.at.at_rho() && &row != &dense_ ? fmt::format("{} at rho {}", row.method, row.point) : row.method;
   }
 
@@ -200,7 +201,7 @@ class Comparison {
   }
 
   // Medians over `repeat` calls, each from the same state.
-  Row measure_row(Runner& runner, const std::string& name, const std::vector<std::byte>& state) {
+  CompareRow measure_row(Runner& runner, const std::string& name, const std::vector<std::byte>& state) {
     std::vector<double> selection, attend, total;
     dense_runner_.run(args());
     const double dense = dense_runner_.stats.total;
@@ -218,29 +219,29 @@ class Comparison {
       std::sort(x.begin(), x.end());
       return x[x.size() / 2];
     };
-    Row row{.method = name,
-            .density = runner.stats.density,
-            .selection = median(selection),
-            .attend = median(attend),
-            .total = median(total),
-            .dense = dense,
-            .quality = {},
-            .notes = {}};
+    CompareRow row{.method = name,
+                   .density = runner.stats.density,
+                   .selection = median(selection),
+                   .attend = median(attend),
+                   .total = median(total),
+                   .dense = dense,
+                   .quality = {},
+                   .notes = {}};
     row.quality = measure(context_, input_.qkv, runner, runner.stats.reason != Reason::sparse, samples_,
                           exact_.empty() ? nullptr : &exact_);
     return row;
   }
 
-  Row run_dense() {
-    Row row = measure_row(dense_runner_, "dense", {});
+  CompareRow run_dense() {
+    CompareRow row = measure_row(dense_runner_, "dense", {});
     row.dense = row.total;
     return row;
   }
 
-  Row run_method(const Method& method, double point, Runner& first) {
+  CompareRow run_method(const Method& method, double point, Runner& first) {
     Runner runner(context_, at(method, point), input_.shape());
     runner.want_selection();
-    Row row = measure_row(runner, method.name, first.save_state());
+    CompareRow row = measure_row(runner, method.name, first.save_state());
     row.point = point;
     row.first_selection = selection_seconds(first.stats);
     if (!options_.at.at_rho()) row.notes = target_notes(runner, point, method.name);
@@ -254,13 +255,13 @@ class Comparison {
                        dtype_name(qkv.dtype), samples_, context_.threads(), context_.instruction_set());
   }
 
-  std::vector<const Row*> all_rows() const {
-    std::vector<const Row*> rows{&dense_};
-    for (const Row& row : rows_) rows.push_back(&row);
+  std::vector<const CompareRow*> all_rows() const {
+    std::vector<const CompareRow*> rows{&dense_};
+    for (const CompareRow& row : rows_) rows.push_back(&row);
     return rows;
   }
 
-  nlohmann::ordered_json row_json(const Row& row) const {
+  nlohmann::ordered_json row_json(const CompareRow& row) const {
     return {{"method", row.method},
             {options_.at.at_rho() ? "rho" : "target", row.point},
             {"density", row.density},
@@ -285,7 +286,7 @@ class Comparison {
         .title = title, .x_label = x, .y_label = y, .note = setting_line(), .log_x = log, .log_y = log, .series = {}};
     for (const Method& method : methods_) {
       Series series{method.name, {}};
-      for (const Row& row : rows_) {
+      for (const CompareRow& row : rows_) {
         if (row.method == method.name) series.points.push_back(point(row));
       }
       chart.series.push_back(series);
@@ -293,7 +294,7 @@ class Comparison {
     return chart;
   }
 
-  const Options& options_;
+  const CompareOptions& options_;
   std::vector<Method> methods_;
   std::vector<double> points_;
   int64_t samples_;
@@ -301,11 +302,11 @@ class Comparison {
   Input input_;
   Runner dense_runner_;
   ExactHeads exact_;
-  Row dense_;
-  std::vector<Row> rows_;
+  CompareRow dense_;
+  std::vector<CompareRow> rows_;
 };
 
-void run(const Options& options) {
+void run(const CompareOptions& options) {
   Outputs outputs;
   outputs.reads(options.input);
   outputs.reads("--profile", options.profile);
@@ -332,7 +333,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_compare(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<CompareOptions>();
   CLI::App* command = app.add_subcommand(
       "compare",
       "Run methods side by side on the q, k, v of a file (see `scope attend --help`), at matched density.\n"

@@ -11,23 +11,23 @@ namespace scope::cli {
 
 namespace {
 
-struct Options {
+struct DemoOptions {
   std::string grid = "13x30x52";
   int64_t heads = 2, samples = 96;
   MachineFlags machine;
 };
 
-struct Row {
+struct DemoRow {
   std::string name, method;
   std::vector<std::pair<const char*, const char*>> set;
 };
 
-void run(const Options& options) {
+void run(const DemoOptions& options) {
   const auto grid = parse_list("--grid", options.grid, 'x');
   require(grid.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW", options.grid);
   const Context context = options.machine.context();
   const SyntheticSpec spec{{grid[0], grid[1], grid[2]}, {44, 42, 42}, options.heads, 1};
-  const std::vector<Row> rows{
+  const std::vector<DemoRow> rows{
       {"dense", "dense", {}},
       {"scope, rule=target 0.20", "scope", {{"rule", "target"}, {"density", "0.2"}}},
       {"scope, rule=target 0.10", "scope", {{"rule", "target"}, {"density", "0.1"}}},
@@ -44,7 +44,7 @@ void run(const Options& options) {
 
   std::string table, stages;
   double dense_seconds = 0, top_mass = 0;
-  for (const Row& row : rows) {
+  for (const DemoRow& row : rows) {
     Settings settings = find_method(row.method).settings();
     for (const auto& [name, value] : row.set) set_setting(settings, name, value);
     Runner runner(context, settings,
@@ -103,7 +103,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_demo(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<DemoOptions>();
   CLI::App* command = app.add_subcommand("demo", "Dense attention and SCOPE side by side on a synthetic video grid.");
   command->add_option("--grid", options->grid, "tokens along T, H and W")->capture_default_str();
   command->add_option("--heads", options->heads, "heads")->check(whole(1, kMostHeads))->capture_default_str();

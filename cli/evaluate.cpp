@@ -10,13 +10,13 @@ namespace scope::cli {
 
 namespace {
 
-struct Options {
+struct EvaluateOptions {
   std::string a, b, json, csv, plot;
   int64_t skip = 0;
   int threads = 0;
 };
 
-void run(const Options& options) {
+void run(const EvaluateOptions& options) {
   const Clip a = open_clip(options.a), b = open_clip(options.b);
   Outputs outputs;
   a.declare(outputs);
@@ -72,7 +72,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_evaluate(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<EvaluateOptions>();
   CLI::App* command = app.add_subcommand(
       "evaluate",
       "Measure how far a clip is from another of the same frames, such as a sparse run from the dense "

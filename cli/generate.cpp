@@ -26,7 +26,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Options : VideoInputs {
+struct GenerateOptions : VideoInputs {
   std::string output, model = "tiny-wan", method = "scope", target_density, grid, noise, dump, dump_steps, dump_layers,
                       compute, known, profile_out, profile_samples = "256";
   std::vector<std::string> set;
@@ -37,7 +37,7 @@ struct Options : VideoInputs {
   MachineFlags machine;
 };
 
-void read_inputs(const Options& options, const std::string& path, const video::ModelConfig& config,
+void read_inputs(const GenerateOptions& options, const std::string& path, const video::ModelConfig& config,
                  const std::array<int64_t, 3>& size, video::Request& request) {
   require(!path.empty(), Status::invalid_argument,
           "--condition: this model needs a .safetensors file with prompt_embeds and what else --help lists");
@@ -150,7 +150,7 @@ void write_qkv(const std::string& path, const video::ModelConfig& config, const 
   io::write_safetensors(path, file);
 }
 
-void run(const Options& options) {
+void run(const GenerateOptions& options) {
   const std::string folder = find_model_folder(options.model);
   const video::Notes notes = video::read_notes(folder);
   const video::ModelConfig config = video::read_model_config(folder);
@@ -283,7 +283,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_generate(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<GenerateOptions>();
   CLI::App* command = app.add_subcommand(
       "generate",
       "Generate a video with a Wan transformer, every self-attention through the chosen method.\n"

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
-#include <numeric>
 
 #include "methods/methods.h"
 #include "outputs.h"
@@ -21,7 +20,7 @@ constexpr double kRecalls[] = {0.5, 0.6, 0.7, 0.8, 0.9, 0.95, kOracle, 0.99};
 constexpr size_t kMatched = 6;  // of kOracle
 constexpr const char* kFiles[] = {"clusters.svg", "matched_recall.svg", "retention.svg", "histograms.svg", "inspect.json"};
 
-struct Options {
+struct InspectOptions {
   InputFlags input;
   MethodFlags method;
   MachineFlags machine;
@@ -47,10 +46,6 @@ int64_t map_scale(const Grid& grid) { return std::clamp<int64_t>(160 / grid[2], 
 double quantile(std::vector<double> values, double share) {
   std::sort(values.begin(), values.end());
   return values[static_cast<size_t>(std::lround(share * static_cast<double>(values.size() - 1)))];
-}
-
-double mean(const std::vector<double>& values) {
-  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
 // What a run wrote of one head, over the first `keys` keys.
@@ -119,7 +114,7 @@ struct Times {
 
 class Inspection {
  public:
-  explicit Inspection(const Options& options)
+  explicit Inspection(const InspectOptions& options)
       : options_(options),
         settings_(options.method.settings(surroundings(true))),
         samples_(parse_samples(options.samples)),
@@ -540,7 +535,7 @@ class Inspection {
     return out;
   }
 
-  const Options& options_;
+  const InspectOptions& options_;
   Settings settings_;
   int64_t samples_;
   Context context_;
@@ -558,7 +553,7 @@ class Inspection {
   std::vector<ScoringCost> costs_;
 };
 
-void run(const Options& options) {
+void run(const InspectOptions& options) {
   Outputs outputs;
   outputs.reads(options.input);
   outputs.reads(parse_method(options.method.method, options.method.model, options.method.set));
@@ -663,7 +658,7 @@ PanelSection cluster_section(const ClusterMaps& maps, const std::vector<int64_t>
 }
 
 void add_inspect(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<InspectOptions>();
   CLI::App* command = app.add_subcommand(
       "inspect",
       "Look into one head of a q, k, v file (see `scope attend --help`). It draws, into a folder:\n\n"

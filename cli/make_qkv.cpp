@@ -13,14 +13,14 @@ namespace scope::cli {
 
 namespace {
 
-struct Options {
+struct MakeQkvOptions {
   std::string grid = "13x30x52", rope = "44,42,42", dtype = "f32", output;
   int64_t heads = 2;
   uint64_t seed = 1;
   int threads = 0;
 };
 
-void run(const Options& options) {
+void run(const MakeQkvOptions& options) {
   const auto grid = parse_list("--grid", options.grid, 'x');
   require(grid.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW such as 13x30x52", options.grid);
   const SyntheticSpec spec{
@@ -48,7 +48,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_make_qkv(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<MakeQkvOptions>();
   CLI::App* command = app.add_subcommand(
       "make-qkv",
       "Make q, k, v with real 3D RoPE over smooth, clustered, moving content.\n"

@@ -11,7 +11,7 @@ namespace scope::cli {
 
 namespace {
 
-struct Options {
+struct ProfileOptions {
   std::vector<std::string> files;
   std::string output, samples = "256";
   double mass = kProfileMass;
@@ -40,7 +40,7 @@ Source parse_source(const std::string& text) {
   return source;
 }
 
-void run(const Options& options) {
+void run(const ProfileOptions& options) {
   std::vector<Source> sources;
   for (const std::string& file : options.files) sources.push_back(parse_source(file));
   Outputs outputs;
@@ -81,7 +81,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_profile(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<ProfileOptions>();
   CLI::App* command = app.add_subcommand(
       "profile",
       "Measure how dense exact attention is, for each step, layer and head: the fewest keys that hold 95 % of a query's\n"

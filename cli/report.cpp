@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kSheetSide = 4096;  // pixels; browsers hold images of 16,384 at most
 
-struct Options {
+struct ReportOptions {
   std::vector<std::string> clips, qkv;
   std::string output, title = "Dense and sparse, frame by frame";
   int64_t skip = 0, head = 0;
@@ -133,7 +133,7 @@ Clip named_clip(const std::string& text) {
   return clip;
 }
 
-void run(const Options& options) {
+void run(const ReportOptions& options) {
   std::vector<Clip> clips;
   std::set<std::string> names;
   for (const std::string& text : options.clips) {
@@ -202,7 +202,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_report(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<ReportOptions>();
   CLI::App* command = app.add_subcommand(
       "report",
       "Make one page of clips side by side: frames and their differences with a slider, PSNR by frame, time by part, "
