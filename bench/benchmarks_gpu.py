@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tools" / "tiny_video"))
 import _c_api as api  # noqa: E402
 
 STAGES = ("group", "encode", "score", "select", "attend")
-METHODS = ("scope", "scope-paper", "scope-exact", "svg2", "svg2:first_sample=0.1", "sparge")  # settings as in `scope compare`
+METHODS = ("scope", "scope-paper", "scope-exact", "scope-mean", "svg2", "svg2:first_sample=0.1", "sparge")  # settings as in `scope compare`
 
 
 def median_ms(body, repeat, warm=2):
