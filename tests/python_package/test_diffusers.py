@@ -221,7 +221,8 @@ def test_text_mask():
     padding, words = text.clone(), text.clone()
     padding[:, 7:] += 1
     words[:, 6] += 1
-    assert (make(padding) - out).abs().max() < tiny.ROUNDING < (make(words) - out).abs().max()
+    moved = (make(words) - out).abs().max()
+    assert (make(padding) - out).abs().max() < min(tiny.ROUNDING, moved / 8)
 
 
 def test_text_first(monkeypatch):
@@ -351,7 +352,7 @@ def test_report(tmp_path):
     assert [cell["dense"] for cell in run["layers"][1]] == [True, False, False] * 2 and len(run["layers"][1][1]["k_head"]) == 2
     assert run["layers"][0][4]["name"] == "uncond, layer 1" and run["layers"][0][4]["why"] == "dense: the step is within dense_steps"
     seconds = run["seconds"]
-    assert all(value > 0 for value in seconds.values())
+    assert seconds["total"] > 0 and all(value >= 0 for value in seconds.values())
     assert abs(seconds["total"] - sum(value for name, value in seconds.items() if name != "total")) < 1e-6
     assert (clip["frames"], clip["height"], clip["width"], clip["columns"], len(clip["runs"][0]["sheets"])) == (3, 16, 24, 3, 1)
     with pytest.raises(ValueError, match="pass one video"):
@@ -479,6 +480,7 @@ def test_save_and_load(tmp_path):
     pipe.save_pretrained(tmp_path)
     loaded = diffusers.WanPipeline.from_pretrained(tmp_path, tokenizer=None, text_encoder=None, vae=None, transformer_2=None)
     loaded.set_progress_bar_config(disable=True)
+    loaded.to(tiny.DEVICE, tiny.DTYPE)
     assert all((weight == pipe.transformer.state_dict()[name]).all() for name, weight in loaded.transformer.state_dict().items())
     assert (tiny.make_wan(loaded) - untouched).abs().max() < tiny.ROUNDING  # its weights lie at other addresses, and sums depend on that
     scope_attn.enable(loaded, target_density=1, min_tokens=0)

@@ -109,7 +109,8 @@ def test_lse(qkv):
                 out, lse = call(*qkv)
                 assert lse.dtype == torch.float32 and lse.device == q.device, name
                 assert (lse - exact).abs().max() < (1e-5 if q.dtype == torch.float32 else 0.02), name
-        assert (out == scope_attn.attention(*qkv, rope=ROPE, rho=1)).all()
+        # A state groups queries otherwise, and on a GPU their tiles add up in another order.
+        assert (out - scope_attn.attention(*qkv, rope=ROPE, rho=1)).abs().max() <= (0 if q.device.type == "cpu" else 0.02)
         compiled = torch.compile(lambda q, k, v: scope_attn.attention(q, k, v, layout="BNHD", **settings), fullgraph=True)
         out, again = compiled(*token_major)
         assert again.shape == (2, 3, 280) and (again == scope_attn.attention(*qkv, **settings)[1]).all()
@@ -213,7 +214,7 @@ def test_refusals(qkv):
     with pytest.raises(ValueError, match="last dimension has stride 280"):
         scope_attn.attention(q.transpose(2, 3).contiguous().transpose(2, 3), k, v, **SETTINGS)
     with pytest.raises(ValueError, match="meta"):
-        scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, rope=ROPE, device=q.device).run(*(x.to("meta") for x in qkv))
+        scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, dtype=str(q.dtype).removeprefix("torch."), rope=ROPE, device=q.device).run(*(x.to("meta") for x in qkv))
     with pytest.raises(scope_attn.ScopeValueError, match="densty"):
         scope_attn.attention(q, k, v, densty=0.3)
     with pytest.raises(TypeError, match="k: got ndarray, expected a PyTorch tensor"):
