@@ -3,8 +3,8 @@
 
 // AVX-512, AVX2 and the portable baseline are enough: the targets between them gain nothing here.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
-// The portable baseline is one lane with every compiler: Highway's emulated vectors, its choice for clang and newer GCC, lose
-// the NaN and the infinities of f16, and -inf in MaxOfLanes.
+// The portable baseline is one lane with every compiler: Highway's emulated vectors, its choice for clang and newer GCC,
+// lose the NaN and the infinities of f16, and -inf in MaxOfLanes.
 #define HWY_BROKEN_EMU128 1
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/kernels.cpp"
