@@ -2,7 +2,7 @@
 # Generates one clip from the same first frame and noise with dense attention and each of the methods below, and puts them
 # side by side: demo.sh SCOPE-COMMAND FOLDER [OPTIONS of scope generate]
 set -euo pipefail
-# In the order of the table. With the mean of what is dropped, half of the keys do: ahead of the others in time and fidelity.
+# In the order of the table. scope-mean has half the density of the others, since the mean of dropped keys makes up for more than that.
 methods=(scope-mean scope svg2)
 declare -A density=([scope-mean]=0.1 [scope]=0.2 [svg2]=0.2)
 scope=$1 out=$2

@@ -352,7 +352,7 @@ class ScopeAttention(io.ComfyNode):
                 io.Combo.Input("method", options=[method.name for method in scope_attn.methods()], default="scope-mean",
                                tooltip="How keys are chosen."),
                 io.Float.Input("target_density", default=0.2, min=0.0, max=1.0, step=0.01,
-                               tooltip="The share of keys that is kept. 0: what the method's own rule gives."),
+                               tooltip="The share of keys that is kept. 0: the method's own, as of fast and quality, or what its rule gives."),
                 io.Int.Input("min_tokens", default=8192, min=0, max=1 << 30, tooltip="Shorter sequences attend densely, which is faster."),
                 io.Boolean.Input("strict", default=True, tooltip="Stop with an error where sparse attention is impossible. Off: warn and "
                                                                  "attend densely."),
