@@ -174,7 +174,6 @@ class Expert(Enabled):
             self.lengths[branch] = text.masks, text.count(*text.masks)
         return self.lengths[branch][1]
 
-
     def text_bits(self, tags: torch.Tensor, batch: int) -> torch.Tensor:
         """Which tokens are not the video's, read once for each sequence."""
         if self.tags is None or self.tags[0] is not tags or len(self.tags[1]) != batch:
