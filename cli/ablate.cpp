@@ -377,6 +377,7 @@ class Ablation {
               .notes = {}};
       rows_.push_back(std::move(row));
     }
+    bool profiled = false;
     for (const Table& table : tables_) {
       for (const std::string& variant : split_methods(table.variants)) {
         for (const double point : points(table)) {
@@ -386,7 +387,10 @@ class Ablation {
                   "--variants: dense is what the others are compared with, and runs anyway");
           const bool own = (!settings.density_steps.empty() || settings.target_density > 0) && !options_.at.at_rho();
           if (!own) settings = options_.at.at(settings, point, variant);
-          if (settings.method->profiled && !options_.profile.empty()) set_setting(settings, "profile", options_.profile);
+          if (settings.method->profiled && !options_.profile.empty()) {
+            set_setting(settings, "profile", options_.profile);
+            profiled = true;
+          }
           check_effects(variant, "", {}, settings, {.device = options_.machine.on_device()});
           try {
             make_plan(settings);  // refuses what cannot run
@@ -397,6 +401,7 @@ class Ablation {
         }
       }
     }
+    if (!options_.profile.empty() && !profiled) refuse_profile(tables_.front().variants);
   }
 
   void leave_out(const std::string& variant, const Error& error) {

@@ -123,6 +123,9 @@ std::vector<std::string> split(std::string_view text, char separator);
 // Methods with their settings, separated by commas; one before a digit belongs to a value: scope:density_steps=0.2:0.3,1:0.1
 std::vector<std::string> split_methods(std::string_view text);
 
+// --profile, where none of the methods takes one.
+[[noreturn]] void refuse_profile(const std::string& methods);
+
 // A method by its name, or with settings: scope:partition=even:8+rule=hybrid. `model` may be empty; `set` holds values of
 // --set, which come before the method's own.
 Settings parse_method(const std::string& text, const std::string& model, const std::vector<std::string>& set = {});

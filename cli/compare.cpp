@@ -55,11 +55,7 @@ std::vector<Method> parse_methods(const CompareOptions& options) {
     set_setting(method.settings, "profile", options.profile);
     taken = true;
   }
-  std::string profiled;
-  for (const scope::Method& method : methods_table()) {
-    if (method.profiled) profiled.append(profiled.empty() ? "" : ", ").append(method.name);
-  }
-  require(taken, Status::invalid_argument, "--profile: none of {} takes one; {} does", options.methods, profiled);
+  if (!taken) refuse_profile(options.methods);
   return methods;
 }
 

@@ -90,6 +90,14 @@ Settings parse_method(const std::string& text, const std::string& model, const s
   return settings;
 }
 
+void refuse_profile(const std::string& methods) {
+  std::string profiled;
+  for (const Method& method : methods_table()) {
+    if (method.profiled) profiled.append(profiled.empty() ? "" : ", ").append(method.name);
+  }
+  fail(Status::invalid_argument, "--profile: none of {} takes one; {} does", methods, profiled);
+}
+
 void check_effects(const std::string& text, const std::string& model, const std::vector<std::string>& set,
                    const Settings& settings, const Surroundings& with) {
   const Settings own = parse_method(text.substr(0, text.find(':')), model), asked = parse_method(text, model, set);

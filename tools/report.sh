@@ -12,7 +12,7 @@ commit=${COMMIT:-$(git log -1 --format=%H -- :/CMakeLists.txt :/include :/src :/
 # "finished", or the unfinished result of this commit with the most seeds, or nothing.
 state_of() {
   python3 - "$1" "$commit" <<'STATE'
-import glob, json, os, sys
+import glob, json, sys
 
 def load(path):
     try:

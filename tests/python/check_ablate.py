@@ -204,6 +204,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     # A profile is for the methods that take one.
     open(f"{FOLDER}/p.csv", "w").write("step,layer,head,density\n" + "".join(f"4,{layer},{head},0.9\n" for layer in range(6) for head in range(2)))
     accept("ablate", *small, "--seeds", 1, "--variants", "svoo,svg2", "--density", "0.3", "--no-control", "--profile", f"{FOLDER}/p.csv", "-o", f"{FOLDER}/p.json")
+    refuse(2, "--profile: none of scope,svg2 takes one; svoo does", *small, "--seeds", 1, "--variants", "scope,svg2", "--profile", f"{FOLDER}/p.csv")
     assert [os.path.basename(r["settings"]["profile"]) for r in json.load(open(f"{FOLDER}/p.json"))["rows"]] == ["p.csv", "none"]
 
     # A suite says what it leaves out: 120 keys are one block of sparge's, and two of sol's, which are neighbours.
