@@ -582,6 +582,40 @@ TEST(Select, ChunkOfHeadsEqualsHeadsAlone) {
   }
 }
 
+// Where extremes are found from a sample of the keys, most of it misses single keys far above or below the others; the last
+// group has its heavy keys exactly where CUDA samples, and all others far below.
+TEST(Select, ExtremesThatASampleMisses) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : limits().dtypes) {
+      Random random(21);
+      constexpr int64_t kCount = 9000, kDim = 40, kGroups = 20;
+      Problem problem(random, kGroups, kCount, kCount, kDim);
+      problem.use_keys(random, dtype);
+      problem.use_exact();
+      std::fill(problem.centroids.begin(), problem.centroids.end(), 0.0f);
+      for (int64_t c = 0; c < kGroups; ++c) {  // group c sees channel c, and a little of the random ones
+        problem.centroids[static_cast<size_t>(c * kDim + c)] = 4;
+        for (int64_t i = 20; i < kDim; ++i) problem.centroids[static_cast<size_t>(c * kDim + i)] = 0.25f;
+      }
+      for (int64_t j = 0; j < kCount; ++j) {
+        for (int64_t c = 0; c < kGroups; ++c) problem.k->set(j, c, 0);
+      }
+      for (int64_t c = 0; c + 1 < kGroups; ++c) {
+        const double far = c % 4 == 3 ? -60 : 20 + static_cast<double>(c);
+        for (int64_t i = 0; i <= c % 3; ++i) problem.k->set(random.below(kCount), c, far);
+      }
+      for (int64_t j = 0; j < kCount; ++j) {
+        const auto phase = static_cast<uint32_t>(j / 8) * 0x9e3779b1u >> 29;
+        if (j % 8 != phase) problem.k->set(j, kGroups - 1, -40);
+      }
+      for (const Rule rule : {Rule::target, Rule::top_p, Rule::fixed}) {
+        problem.args.rule = rule;
+        expect_selection(exec, problem, Selection(exec, problem));
+      }
+    }
+  });
+}
+
 TEST(Select, NanInKeysOutsideTheRowsNeverLeaks) {
   each_machine([](const Exec& exec) {
     for (const DType dtype : limits().dtypes) {

@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kSolveThreads)
       if (need == n) {
         limit = end;
         need = 0;
-      } else if (n > s.most_candidates || resolution > 1e-3f) {
+      } else if (n > s.most_candidates || resolution > 1e-3f ||
+                 (p.exact && bin == bins.count - 1)) {  // of keys below the range
         todo = kExactSelect;
       }
       if (!(s.range[head][c] <= kMostRange)) todo = kExactSelect;

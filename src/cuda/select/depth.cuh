@@ -11,6 +11,23 @@ __device__ inline uint32_t depth_of(float high, float unit, float logit) {
   return __float_as_uint(x + 8388608.0f) & 0x7fffffu;
 }
 
+// The exact proxy: a logit as its height in its row's range, 0 to 1; NaN is the lowest.
+struct Height {
+  float unit, bias;
+
+  __device__ float of(float logit) const { return __saturatef(fmaf(logit, unit, bias)); }
+};
+// Heights become depths by one rounding down, to the fractions of a bin that fit beside 10 bits: so bins are the same
+// whatever the fraction. kTop keeps the highest inside the first bin, and 1024 - kBins is what the complement adds.
+inline constexpr float kTop = kBins - 1.0f / 128, kLowest = 1024 - kBins;
+__device__ inline uint32_t depth_of(float height) {
+  return ~__float_as_uint(__fmaf_rd(height, kTop, 1024.0f + kLowest)) & 0x7fffffu;
+}
+// The lowest height whose depth is less than `bins` bins; below all of them, so that the sign of a zero does not matter.
+__device__ inline float lowest_above(uint32_t bins) {
+  return bins == kBins ? -1.0f : __fdiv_ru(static_cast<float>(kBins - bins), kTop);
+}
+
 // Shared memory by 32-bit address: the compiler would add the base of a pointer anew for each of these.
 __device__ inline uint32_t address_of(const void* shared) { return static_cast<uint32_t>(__cvta_generic_to_shared(shared)); }
 __device__ inline uint32_t load_shared(uint32_t address) {
@@ -19,25 +36,35 @@ __device__ inline uint32_t load_shared(uint32_t address) {
   return result;
 }
 
-// Blocks share the tiles of all heads evenly. A section is the groups that one load of tables serves; a block works on
+// Blocks share the tiles of all heads evenly. A section is the rows that one load of tables serves; a block works on
 // tiles [begin, end) of one section of one head after the other.
 struct Share {
-  int64_t at, last, tiles, begin = 0, end = 0, head = 0;
-  int sections, section = 0;
+  int64_t at, last;
+  int tiles, begin = 0, end = 0, head = 0, section = 0, chunk;
+  RowSet rows;
 
-  __device__ Share(int heads, int sections_each, int64_t tiles_each) : tiles(tiles_each), sections(sections_each) {
-    const int64_t all = int64_t{heads} * sections * tiles;
-    at = all * blockIdx.x / gridDim.x;
-    last = all * (blockIdx.x + 1) / gridDim.x;
+  __device__ Share(int heads, const RowSet& of, int rows_each, int tiles_each)
+      : tiles(tiles_each), chunk(rows_each), rows(of) {
+    int64_t all = 0;
+    if (!rows.list) all = int64_t{heads} * sections(0);
+    for (int h = 0; rows.list && h < heads; ++h) all += sections(h);
+    at = all * tiles * blockIdx.x / gridDim.x;
+    last = all * tiles * (blockIdx.x + 1) / gridDim.x;
   }
+  __device__ int sections(int of) const { return (rows.count(of) + chunk - 1) / chunk; }
   __device__ bool next() {
     if (at >= last) return false;
-    const int64_t row = at / tiles;
-    head = row / sections;
-    section = static_cast<int>(row - head * sections);
-    begin = at - row * tiles;
-    end = min(tiles, begin + last - at);
+    int row = static_cast<int>(at / tiles);
+    begin = static_cast<int>(at - int64_t{row} * tiles);
+    end = static_cast<int>(min(int64_t{tiles}, begin + last - at));
     at += end - begin;
+    if (!rows.list) {
+      head = row / sections(0);
+      row -= head * sections(0);
+    } else {
+      for (head = 0; row >= sections(head); ++head) row -= sections(head);
+    }
+    section = row;
     return true;
   }
 };

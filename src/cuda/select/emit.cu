@@ -43,11 +43,10 @@ __global__ void __launch_bounds__(kMostEmitThreads, 1)
   char* table = lists + warps * kListBytes;
   const uint32_t column = address_of(table) + 4 * lane;
   LaneList list{address_of(lists) + (warp * kListSize * 32 + lane) * 4};
-  const int blocks = (p.groups + kLanes - 1) / kLanes;
   const int shift = max(0, bins.sub_bits - (32 - key_bits));  // of a fraction that does not fit beside its key
 
-  for (Share share(p.heads, blocks, (p.count + kEmitKeys - 1) / kEmitKeys); share.next();) {
-    const int64_t head = share.head;
+  for (Share share(p.heads, RowSet{p.groups}, kLanes, (p.count + kEmitKeys - 1) / kEmitKeys); share.next();) {
+    const int head = share.head;
     const int group0 = share.section * kLanes, group = group0 + lane;
     const bool valid = group < p.groups;
     // Depths are relative to the limit from here on: the sign bit says that a key is kept, or before the end.
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(kMostEmitThreads, 1)
     __syncthreads();
     load_tables<kSubspaces>(p, s, head, group0, s.limit[head], table);
     __syncthreads();
-    for (int64_t tile = share.begin + warp; tile < share.end; tile += warps) {
+    for (int tile = share.begin + warp; tile < share.end; tile += warps) {
       const int64_t first = tile * kEmitKeys;
       const int parts = static_cast<int>(min(int64_t{8}, (p.count - first + 31) / 32));
       Codes<kSubspaces> next(p, head, first + lane);
@@ -114,19 +113,19 @@ constexpr int kPlainThreads = 256, kPlainTile = kPlainThreads;
 
 __global__ void __launch_bounds__(kPlainThreads)
     plain_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, int key_bits) {
-  const int warp = warp_index(), lane = threadIdx.x % 32, blocks = (p.groups + kLanes - 1) / kLanes;
+  const int warp = warp_index(), lane = threadIdx.x % 32;
   const int shift = max(0, bins.sub_bits - (32 - key_bits));
   const int64_t tiles = (p.count + kPlainTile - 1) / kPlainTile;
-  for (Share share(p.heads, blocks, tiles); share.next();) {
-    const int64_t head = share.head;
+  for (Share share(p.heads, RowSet{p.groups}, kLanes, tiles); share.next();) {
+    const int head = share.head;
     const int group = share.section * kLanes + lane;
     if (group >= p.groups) continue;
     const float high = s.high[head][group], unit = s.unit[head][group];
     const uint32_t limit = s.limit[head][group], end = s.end[head][group];
     uint32_t* list = s.candidates[head] + int64_t{group} * s.most_candidates;
     if (!mask.rows && limit == end) continue;
-    for (int64_t first = share.begin * kPlainTile + warp * 32; first < min(share.end * kPlainTile, int64_t{p.count});
-         first += kPlainTile) {
+    for (int64_t first = share.begin * kPlainTile + warp * 32;
+         first < min(int64_t{share.end} * kPlainTile, int64_t{p.count}); first += kPlainTile) {
       uint32_t kept = 0;
       for (int i = 0; i < min(int64_t{32}, p.count - first); ++i) {
         const auto key = static_cast<int32_t>(first) + i;
@@ -142,74 +141,81 @@ __global__ void __launch_bounds__(kPlainThreads)
 
 // ---- exact ----
 
-struct EmitRow {
-  float high, unit;
-  uint32_t limit, end;
+// From `kept` up a height is kept, from `end` up it is a candidate.
+struct __align__(16) EmitRow {
+  Height height;
+  float kept, end;
 };
 
-template <class T>
-__global__ void __launch_bounds__(kExactThreads, 1)
+// 4 x 4 bytes over the threads of a quad: byte t of thread c becomes byte c of thread t.
+__device__ inline uint32_t transposed_in_quad(uint32_t bytes) {
+  const bool odd = (threadIdx.x & 1) != 0, second = (threadIdx.x & 2) != 0;
+  bytes = __byte_perm(bytes, __shfl_xor_sync(~0u, bytes, 1), odd ? 0x3715 : 0x6240);
+  return __byte_perm(bytes, __shfl_xor_sync(~0u, bytes, 2), second ? 0x3276 : 0x5410);
+}
+
+template <class Products>
+__global__ void __launch_bounds__(Products::kThreads, 1)
     exact_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, int key_bits, int chunk) {
   extern __shared__ uint4 shared[];
-  __shared__ __align__(8) char queues[kExactWarps][Queue::kBytes];
   const int warp = warp_index(), lane = threadIdx.x % 32, quad = lane % 4;
-  const int fragment_words = chunk / 16 * ((p.dim + 31) / 32 * 2) * 2 * 32;
-  auto* row = reinterpret_cast<EmitRow*>(shared + fragment_words);  // [chunk]
-  const int sections = (p.groups + chunk - 1) / chunk, shift = max(0, bins.sub_bits - (32 - key_bits));
-  const int64_t tiles = (p.count + kExactTile - 1) / kExactTile;
-  Queue queue(queues[warp]);
-  for (Share share(p.heads, sections, tiles); share.next();) {
-    const int64_t head = share.head;
+  auto* row = reinterpret_cast<EmitRow*>(shared + chunk / kLanes * Products::kPairWords);  // [chunk]
+  Queue queue(reinterpret_cast<char*>(row + chunk) + warp * Queue::kBytes);
+  const int shift = max(0, bins.sub_bits - (32 - key_bits));
+  const int tiles = (p.count + Products::kTile - 1) / Products::kTile;
+  for (Share share(p.heads, RowSet{p.groups}, chunk, tiles); share.next();) {
+    const int head = share.head;
     const int group0 = share.section * chunk, pairs = (min(chunk, p.groups - group0) + kLanes - 1) / kLanes;
+    const auto group_at = [&](int i) { return group0 + i < p.groups ? group0 + i : -1; };
     __syncthreads();
     bool any = false;
-    for (int g = threadIdx.x; g < chunk; g += kExactThreads) {
-      const int group = group0 + g;
-      row[g] = group < p.groups ? EmitRow{s.high[head][group], s.unit[head][group], s.limit[head][group], s.end[head][group]}
-                                : EmitRow{0, 0, 0, 0};
-      any = any || row[g].limit < row[g].end;
+    for (int i = threadIdx.x; i < chunk; i += Products::kThreads) {
+      const int group = group_at(i);
+      row[i] = {{0, 0}, 2, 2};
+      if (group < 0) continue;
+      const uint32_t limit = s.limit[head][group], end = s.end[head][group];
+      row[i] = {{s.unit[head][group], s.high[head][group]}, lowest_above(limit >> kSubBits), lowest_above(end >> kSubBits)};
+      any = any || limit < end;
     }
     if (__syncthreads_or(any) == 0 && !mask.rows) continue;
-    load_centroids<T>(p, head, group0, chunk, shared);
+    Products::load_centroids(p, head, chunk, group_at, shared);
     __syncthreads();
-    for (int64_t tile = share.begin; tile < share.end; ++tile) {
-      const int64_t first = tile * kExactTile + warp * 32;
-      if (first >= p.count) continue;
-      KeyTile keys;
-      load_keys(p, head, first, keys);
-      const uint32_t inside = p.count - first >= 32 ? ~0u : (1u << (p.count - first)) - 1;
+    for (int tile = share.begin; tile < share.end; ++tile) {
+      const int first = tile * Products::kTile + warp * 32, left = min(32, p.count - first);
+      if (left <= 0) continue;
+      typename Products::KeyTile keys;
+      Products::load_keys(
+          p, head, [&](int i) { return i < left ? first + i : -1; }, keys);
+      const uint32_t inside = left == 32 ? ~0u : (1u << left) - 1, mine = (inside >> 8 * quad & 255) * 0x01010101u;
       for (int pair = 0; pair < pairs; ++pair) {
         if (!mask.rows) {
-          const EmitRow& mine = row[pair * kLanes + lane];
-          if (!__any_sync(~0u, mine.limit < mine.end)) continue;
+          const EmitRow& one = row[pair * kLanes + lane];
+          if (!__any_sync(~0u, one.end < one.kept)) continue;
         }
         float sum[2][4][4];
-        multiply<T>(shared + pair * (fragment_words / (chunk / kLanes)), keys, p.dim, sum);
-        uint32_t kept = 0;
+        Products::multiply(shared + pair * Products::kPairWords, keys, sum);
+        // Sign bits say what is below: bit 8 c + i is of group 8 c + lane / 4 and key 8 quad + i.
+        uint32_t dropped = 0, past_end = 0;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {  // groups 8 c + lane / 4
+        for (int c = 3; c >= 0; --c) {
           const EmitRow at = row[pair * kLanes + 8 * c + lane / 4];
-          uint32_t word = 0;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int bit = 8 * (i / 2) + 2 * quad + i % 2;
-            const uint32_t depth = depth_of(at.high, at.unit, sum[c / 2][i / 2][2 * (c % 2) + i % 2]);
-            word |= (depth < at.limit ? 1u : 0u) << bit;
-            queue.note(depth >= at.limit && depth < at.end && (inside >> bit & 1) != 0, depth | (8 * c + i) << 23);
-          }
-          word |= __shfl_xor_sync(~0u, word, 1);
-          word |= __shfl_xor_sync(~0u, word, 2);
-          if (quad == c) kept = word & inside;
-          if (c % 2 == 1) {
-            queue.drain(s, head, [&](uint32_t note) {
-              const int c = static_cast<int>(note >> 26), i = static_cast<int>(note >> 23 & 7);
-              const int in_pair = 8 * c + lane / 4, bit = 8 * (i / 2) + 2 * quad + i % 2;
-              const uint32_t fraction = (note & 0x7fffff) - row[pair * kLanes + in_pair].limit;
-              return uint2{static_cast<uint32_t>(group0 + pair * kLanes + in_pair),
-                           (fraction >> shift) << key_bits | static_cast<uint32_t>(first + bit)};
-            });
+          for (int i = 7; i >= 0; --i) {
+            float& x = sum[c / 2][i / 2][2 * (c % 2) + i % 2];
+            x = at.height.of(x);
+            dropped = __funnelshift_l(__float_as_uint(x - at.kept), dropped, 1);
+            past_end = __funnelshift_l(__float_as_uint(x - at.end), past_end, 1);
           }
         }
+        const uint32_t candidates = dropped & ~past_end & mine;
+        if (__any_sync(~0u, candidates != 0)) {
+          queue.add(s, head, candidates, sum, [&](int bit, float height) {
+            const uint32_t fraction = depth_of(height) & ((1u << kSubBits) - 1);
+            return uint2{static_cast<uint32_t>(group0 + pair * kLanes + bit / 8 * 8 + lane / 4),
+                         (fraction >> shift) << key_bits | static_cast<uint32_t>(first + 8 * quad + bit % 8)};
+          });
+        }
+        const uint32_t kept = transposed_in_quad(~dropped) & inside;
         const int group = group0 + pair * kLanes + 8 * quad + lane / 4;
         if (mask.rows && group < p.groups) put_word(p, mask, head, group, first, kept);
       }
@@ -224,13 +230,16 @@ void emit_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space,
   const int64_t lane_blocks = int64_t{p.heads} * ceil_div(p.groups, kLanes);
   const int key_bits = index_bits(p.count);
   if (p.exact) {
-    const auto bytes = [&](int64_t chunk) { return fragment_bytes(p, chunk) + chunk * int64_t{sizeof(EmitRow)}; };
-    const int64_t queues = kExactWarps * Queue::kBytes;
-    int chunk = static_cast<int>(std::min<int64_t>(kEmitGroups, round_up(p.groups, kLanes)));
-    while (bytes(chunk) + queues > exec.device->shared_bytes) chunk -= kLanes;
-    const int64_t blocks = blocks_for(exec, 1, int64_t{p.heads} * ceil_div(p.groups, chunk) * ceil_div(p.count, kExactTile));
-    const auto kernel = p.f16 ? exact_emit<__half> : exact_emit<__nv_bfloat16>;
-    launch(exec, "exact_emit", kernel, blocks, kExactThreads, bytes(chunk), p, space, bins, mask, key_bits, chunk);
+    with_products<12>(p, [&](auto products) {
+      using P = decltype(products);
+      const auto bytes = [&](int64_t chunk) {
+        return chunk / kLanes * P::kPairBytes + chunk * int64_t{sizeof(EmitRow)} + P::kWarps * Queue::kBytes;
+      };
+      int chunk = static_cast<int>(std::min<int64_t>(kEmitGroups, round_up(p.groups, kLanes)));
+      while (bytes(chunk) > exec.device->shared_bytes) chunk -= kLanes;
+      const int64_t blocks = blocks_for(exec, 1, int64_t{p.heads} * ceil_div(p.groups, chunk) * ceil_div(p.count, P::kTile));
+      launch(exec, "exact_emit", exact_emit<P>, blocks, P::kThreads, bytes(chunk), p, space, bins, mask, key_bits, chunk);
+    });
   } else if (tables_fit(exec, p, bins)) {
     const int64_t blocks = blocks_for(exec, 1, lane_blocks * ceil_div(p.count, kEmitKeys));
     const int64_t left = exec.device->shared_bytes - table_bytes(p), warp_bytes = kWordsBytes + kListBytes;

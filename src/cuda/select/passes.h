@@ -11,7 +11,9 @@ Bins select_bins(const Exec& exec, const ProxyLaunch& proxy);
 
 // What rows weigh.
 void bounds_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space);
-void histogram_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins);
+void histogram_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins, const RowSet& rows);
+// Again, from all keys, for the rows that leave the range of a sample.
+void leavers_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins);
 void scan_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins);
 
 // One rho for all heads of a sample.

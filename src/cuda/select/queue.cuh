@@ -5,42 +5,42 @@
 
 namespace scope::cuda {
 
-// An atomic in memory takes as long as hundreds of products, so that many go at
-// once; and while a tile's depths are in registers, a thread only notes those that it wants.
+// An atomic in memory takes as long as hundreds of products, so that many go at once. A tile's heights pass through shared
+// memory, where a thread finds those that it wants by number.
 struct Queue {
-  static constexpr int kNotes = 16, kSize = 96, kBytes = (kNotes * 32 + 2 * kSize) * 4;  // of one warp
-  uint32_t* notes;                                                                       // [kNotes, 32 lanes]
-  uint2* entries;                                                                        // [kSize] group, value
-  int n = 0;                                                                             // entries
-  uint32_t note_address, next_note;
+  static constexpr int kSize = 96, kBytes = 32 * 32 * 4 + kSize * 8;  // of one warp
+  float4* heights;                                                    // [8, 32 lanes]
+  uint2* entries;                                                     // [kSize] group, value
+  int n = 0;                                                          // entries
 
   __device__ explicit Queue(void* shared)
-      : notes(static_cast<uint32_t*>(shared)), entries(reinterpret_cast<uint2*>(notes + kNotes * 32)) {
-    next_note = note_address = address_of(notes + threadIdx.x % 32);
-  }
-  // At most kNotes of them before the next drain.
-  __device__ void note(bool wanted, uint32_t word) {
-    if (wanted) {
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(next_note), "r"(word));
-      next_note += 32 * 4;
-    }
-  }
-  // By the whole warp: each note becomes decode(note), an entry of a group and a value.
+      : heights(static_cast<float4*>(shared)), entries(reinterpret_cast<uint2*>(heights + 8 * 32)) {}
+
+  // By the whole warp: bit 8 c + i of `wanted` is tile[c / 2][i / 2][2 (c % 2) + i % 2] and becomes decode(bit, height), an
+  // entry of a group and a value.
   template <class Decode>
-  __device__ void drain(const SelectSpace& s, int64_t head, const Decode& decode) {
-    for (uint32_t at = note_address;; at += 32 * 4) {
-      const bool left = at != next_note;
-      const uint32_t lanes = __ballot_sync(~0u, left);
-      if (lanes == 0) break;
+  __device__ void add(const SelectSpace& s, int64_t head, uint32_t wanted, const float (&tile)[2][4][4],
+                      const Decode& decode) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* x = tile[i / 4][i % 4];
+      heights[i * 32 + lane] = {x[0], x[1], x[2], x[3]};
+    }
+    while (const uint32_t lanes = __ballot_sync(~0u, wanted != 0)) {
       if (n + __popc(lanes) > kSize) flush(s, head);
-      if (left) entries[n + __popc(lanes & ((1u << threadIdx.x % 32) - 1))] = decode(load_shared(at));
-      if (!left) at -= 32 * 4;
+      if (wanted != 0) {
+        const int bit = __ffs(static_cast<int>(wanted)) - 1;
+        const auto* mine = reinterpret_cast<const float*>(heights + (bit / 16 * 4 + bit / 2 % 4) * 32 + lane);
+        entries[n + __popc(lanes & ((1u << lane) - 1))] = decode(bit, mine[bit / 8 % 2 * 2 + bit % 2]);
+      }
+      wanted &= wanted - 1;
       n += __popc(lanes);
     }
-    next_note = note_address;
   }
   __device__ void flush(const SelectSpace& s, int64_t head) {
     __syncwarp();
+#pragma unroll 1
     for (int i = threadIdx.x % 32; i < n; i += 32) {
       const uint2 entry = entries[i];
       const uint32_t at = atomicAdd(s.found[head] + entry.x, 1u);

@@ -34,11 +34,13 @@ SelectSpace layout(Arena arena, int64_t count, int64_t groups) {
   s.end.base = arena.take<uint32_t>(groups);
   s.need.base = arena.take<int32_t>(groups);
   s.part.base = arena.take<float>(groups);
+  s.leavers.base = arena.take<int32_t>(groups);
+  s.left.base = arena.take<int32_t>(1);
   s.bytes = round_up(arena.used(), 256);
   s.histogram.step = s.bytes / 8;
   s.found.step = s.candidates.step = s.todo.step = s.limit.step = s.end.step = s.bytes / 4;
   s.range.step = s.high.step = s.unit.step = s.mass.step = s.blur.step = s.bytes / 4;
-  s.need.step = s.few.step = s.step.step = s.part.step = s.bytes / 4;
+  s.need.step = s.few.step = s.step.step = s.part.step = s.leavers.step = s.left.step = s.bytes / 4;
   return s;
 }
 
@@ -183,7 +185,8 @@ void weigh_keys(const Exec& exec, const ProxyLaunch& p, const Scratch& weights) 
                           static_cast<size_t>(p.heads), stream(exec)),
         "select: histograms");
   bounds_pass(exec, p, s);
-  histogram_pass(exec, p, s, bins);
+  histogram_pass(exec, p, s, bins, RowSet{p.groups});
+  leavers_pass(exec, p, s, bins);
   scan_pass(exec, p, s, bins);
 }
 

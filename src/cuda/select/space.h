@@ -44,17 +44,28 @@ struct SelectSpace {
   PerHead<uint32_t> few;                  // [groups, kFewCandidates] the same beside the histograms, for t_c
   PerHead<float> step;                    // [groups] nats per depth; 0: the row is one bin
   PerHead<float> range;                   // [groups] upper minus lower bound, in nats; not finite when the logits are not
-  PerHead<float> high;                    // [groups] upper bound; exact: without the scale
-  PerHead<float> unit;                    // [groups] depths per unit of the logit; exact: without the scale
+  PerHead<float> high;                    // [groups] upper bound; exact: of Height, its bias
+  PerHead<float> unit;                    // [groups] depths per unit of the logit; exact: of Height, without the scale
   PerHead<float> mass;                    // [groups] of all keys, relative to the top of the first bin that has any
-  PerHead<float> blur;      // [groups] how much the fractions' rounding can move a share of the mass, per bin width
-  PerHead<uint32_t> todo;   // [groups] kExact flags
-  PerHead<uint32_t> limit;  // [groups] keys above this depth are kept
-  PerHead<uint32_t> end;    // [groups] keys from limit up to here are candidates
-  PerHead<int32_t> need;    // [groups] how many of the candidates are kept
-  PerHead<float> part;      // [groups] what share of the mass of t_c's bin is needed
+  PerHead<float> blur;       // [groups] how much the fractions' rounding can move a share of the mass, per bin width
+  PerHead<uint32_t> todo;    // [groups] kExact flags
+  PerHead<uint32_t> limit;   // [groups] keys above this depth are kept
+  PerHead<uint32_t> end;     // [groups] keys from limit up to here are candidates
+  PerHead<int32_t> need;     // [groups] how many of the candidates are kept
+  PerHead<int32_t> leavers;  // [groups] that a sample's range does not hold
+  PerHead<int32_t> left;     // [1] how many they are
+  PerHead<float> part;       // [groups] what share of the mass of t_c's bin is needed
 };
 inline constexpr int kFewCandidates = 1024;
+
+// The rows of each head that a pass looks at: all groups, or those in a list.
+struct RowSet {
+  int groups;
+  PerHead<const int32_t> list = {}, size = {};  // [groups], [1]; null: all
+
+  __device__ int count(int64_t head) const { return list ? *size[head] : groups; }
+  __device__ int at(int64_t head, int i) const { return i >= count(head) ? -1 : list ? list[head][i] : i; }
+};
 
 // A rule that keeps key by key, as its properties.
 struct RuleLaunch {
