@@ -30,6 +30,23 @@ struct Shared {
   uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
 };
 
+// sum += the rows of a [16 x 16], by a product with ones: that of row r is in sum[0] and sum[1], that of row r + 8 in the
+// others.
+template <DType kType>
+__device__ void add_row_sums(float (&sum)[4], const uint32_t (&a)[4]) {
+  if constexpr (kType == DType::bf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3f803f80));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3c003c00));
+  }
+}
+
 // Copies blocks of keys and of values, of which eight threads take 128 bytes of a row, and what is kept of them.
 template <class C>
 __device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, KeyRange keys, int group0,
@@ -116,7 +133,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
 #pragma unroll
   for (int i = 0; i < C::kDim / 2; ++i) o[i] = 0;
   Softmax softmax;
-  float total[2] = {0, 0};  // of the weights of dropped keys, as rounded
+  float total[4] = {0, 0, 0, 0};  // of the weights of dropped keys, as rounded: the product with ones has each row's twice
 
   const auto start_qk = [&] {
     barrier_wait(shared_address(&shared.k_full[k.slot]), k.parity);
@@ -174,11 +191,10 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
     for (int i = 0; i < kKeys / 4; ++i) {
       const int h = i % 2, bit = i / 2 * 8;
       const uint32_t bits = kept[h][bit / 32] >> bit % 32;
-      const uint32_t both = pack<C::kType>(bits & 1 ? 0 : s[2 * i], bits & 2 ? 0 : s[2 * i + 1]);
-      const float2 rounded = unpack<C::kType>(both);
-      total[h] += rounded.x + rounded.y;
-      weights[i / 4][i % 4] = both;
+      weights[i / 4][i % 4] = pack<C::kType>(bits & 1 ? 0 : s[2 * i], bits & 2 ? 0 : s[2 * i + 1]);
     }
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) add_row_sums<C::kType>(total, weights[i]);
   };
 
   if (keys.begin < keys.end) {
@@ -195,7 +211,8 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
       if (__any_sync(~0u, softmax.factor[0] != 1.0f || softmax.factor[1] != 1.0f)) {
 #pragma unroll
         for (int i = 0; i < C::kDim / 2; ++i) o[i] *= softmax.factor[i / 2 % 2];
-        for (int h = 0; h < 2; ++h) total[h] *= softmax.factor[h];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[i] *= softmax.factor[i / 2];
       }
       pack_weights();
     }
@@ -205,7 +222,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float dropped = quad_sum(total[h]), all = quad_sum(softmax.sum[h]), high = softmax.high[h] * p.scale;
+    const float dropped = total[2 * h], all = quad_sum(softmax.sum[h]), high = softmax.high[h] * p.scale;
     const int group = group0 + 16 * warp + lane / 4 + 8 * h;
     if (group >= p.groups) continue;
     float* out = tail.sums[head] + (int64_t{group} * tail.partials + part) * tail.width;
