@@ -164,14 +164,14 @@ __global__ void __launch_bounds__(kLeaverThreads) find_leavers(ProxyLaunch p, Se
   for (int group = threadIdx.x; group < p.groups; group += kLeaverThreads) {
     const unsigned long long* words = column(group);
     if (words[0] == 0 && words[(bins.count - 1) * kLanes] >> 32 <= static_cast<uint32_t>(p.count) / 2048) continue;
-    s.leavers[head][atomicAdd(&n, 1)] = group;
+    s.again[head][atomicAdd(&n, 1)] = group;
     s.high[head][group] = s.range[head][group] = 0;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < n * bins.count; i += kLeaverThreads) {
-    column(s.leavers[head][i / bins.count])[i % bins.count * kLanes] = 0;
+    column(s.again[head][i / bins.count])[i % bins.count * kLanes] = 0;
   }
-  if (threadIdx.x == 0) *s.left[head] = n;
+  if (threadIdx.x == 0) *s.again_size[head] = n;
 }
 
 void range_of(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space, const RowSet& rows, int most, int stride) {
@@ -203,7 +203,7 @@ void bounds_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& spac
 
 void leavers_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space, Bins bins) {
   if (!p.exact || stride_of(p) == 1) return;
-  const RowSet rows{p.groups, space.leavers, space.left};
+  const RowSet rows{p.groups, space.again, space.again_size};
   launch(exec, "find_leavers", find_leavers, p.heads, kLeaverThreads, 0, p, space, bins);
   range_of(exec, p, space, rows, kLanes, 1);
   histogram_pass(exec, p, space, bins, rows);

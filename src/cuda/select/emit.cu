@@ -141,6 +141,8 @@ __global__ void __launch_bounds__(kPlainThreads)
 
 // ---- exact ----
 
+constexpr int kAgainRows = 64;  // in a section: few, so that heads with more of them are shared by more blocks
+
 // From `kept` up a height is kept, from `end` up it is a candidate.
 struct __align__(16) EmitRow {
   Height height;
@@ -156,28 +158,25 @@ __device__ inline uint32_t transposed_in_quad(uint32_t bytes) {
 
 template <class Products>
 __global__ void __launch_bounds__(Products::kThreads, 1)
-    exact_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, int key_bits, int chunk) {
+    exact_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, RowSet rows, int key_bits, int chunk) {
   extern __shared__ uint4 shared[];
   const int warp = warp_index(), lane = threadIdx.x % 32, quad = lane % 4;
   auto* row = reinterpret_cast<EmitRow*>(shared + chunk / kLanes * Products::kPairWords);  // [chunk]
   Queue queue(reinterpret_cast<char*>(row + chunk) + warp * Queue::kBytes);
   const int shift = max(0, bins.sub_bits - (32 - key_bits));
   const int tiles = (p.count + Products::kTile - 1) / Products::kTile;
-  for (Share share(p.heads, RowSet{p.groups}, chunk, tiles); share.next();) {
+  for (Share share(p.heads, rows, chunk, tiles); share.next();) {
     const int head = share.head;
-    const int group0 = share.section * chunk, pairs = (min(chunk, p.groups - group0) + kLanes - 1) / kLanes;
-    const auto group_at = [&](int i) { return group0 + i < p.groups ? group0 + i : -1; };
+    const int row0 = share.section * chunk, pairs = (min(chunk, rows.count(head) - row0) + kLanes - 1) / kLanes;
+    const auto group_at = [&](int i) { return rows.at(head, row0 + i); };
     __syncthreads();
-    bool any = false;
     for (int i = threadIdx.x; i < chunk; i += Products::kThreads) {
       const int group = group_at(i);
       row[i] = {{0, 0}, 2, 2};
       if (group < 0) continue;
       const uint32_t limit = s.limit[head][group], end = s.end[head][group];
       row[i] = {{s.unit[head][group], s.high[head][group]}, lowest_above(limit >> kSubBits), lowest_above(end >> kSubBits)};
-      any = any || limit < end;
     }
-    if (__syncthreads_or(any) == 0 && !mask.rows) continue;
     Products::load_centroids(p, head, chunk, group_at, shared);
     __syncthreads();
     for (int tile = share.begin; tile < share.end; ++tile) {
@@ -188,10 +187,6 @@ __global__ void __launch_bounds__(Products::kThreads, 1)
           p, head, [&](int i) { return i < left ? first + i : -1; }, keys);
       const uint32_t inside = left == 32 ? ~0u : (1u << left) - 1, mine = (inside >> 8 * quad & 255) * 0x01010101u;
       for (int pair = 0; pair < pairs; ++pair) {
-        if (!mask.rows) {
-          const EmitRow& one = row[pair * kLanes + lane];
-          if (!__any_sync(~0u, one.end < one.kept)) continue;
-        }
         float sum[2][4][4];
         Products::multiply(shared + pair * Products::kPairWords, keys, sum);
         // Sign bits say what is below: bit 8 c + i is of group 8 c + lane / 4 and key 8 quad + i.
@@ -211,12 +206,12 @@ __global__ void __launch_bounds__(Products::kThreads, 1)
         if (__any_sync(~0u, candidates != 0)) {
           queue.add(s, head, candidates, sum, [&](int bit, float height) {
             const uint32_t fraction = depth_of(height) & ((1u << kSubBits) - 1);
-            return uint2{static_cast<uint32_t>(group0 + pair * kLanes + bit / 8 * 8 + lane / 4),
+            return uint2{static_cast<uint32_t>(group_at(pair * kLanes + bit / 8 * 8 + lane / 4)),
                          (fraction >> shift) << key_bits | static_cast<uint32_t>(first + 8 * quad + bit % 8)};
           });
         }
         const uint32_t kept = transposed_in_quad(~dropped) & inside;
-        const int group = group0 + pair * kLanes + 8 * quad + lane / 4;
+        const int group = row0 + pair * kLanes + 8 * quad + lane / 4;
         if (mask.rows && group < p.groups) put_word(p, mask, head, group, first, kept);
       }
     }
@@ -235,10 +230,12 @@ void emit_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space,
       const auto bytes = [&](int64_t chunk) {
         return chunk / kLanes * P::kPairBytes + chunk * int64_t{sizeof(EmitRow)} + P::kWarps * Queue::kBytes;
       };
-      int chunk = static_cast<int>(std::min<int64_t>(kEmitGroups, round_up(p.groups, kLanes)));
+      const RowSet rows = mask.rows ? RowSet{p.groups} : RowSet{p.groups, space.again, space.again_size};
+      int chunk = static_cast<int>(std::min<int64_t>(mask.rows ? kEmitGroups : kAgainRows, round_up(p.groups, kLanes)));
       while (bytes(chunk) > exec.device->shared_bytes) chunk -= kLanes;
       const int64_t blocks = blocks_for(exec, 1, int64_t{p.heads} * ceil_div(p.groups, chunk) * ceil_div(p.count, P::kTile));
-      launch(exec, "exact_emit", exact_emit<P>, blocks, P::kThreads, bytes(chunk), p, space, bins, mask, key_bits, chunk);
+      launch(exec, "exact_emit", exact_emit<P>, blocks, P::kThreads, bytes(chunk), p, space, bins, mask, rows, key_bits,
+             chunk);
     });
   } else if (tables_fit(exec, p, bins)) {
     const int64_t blocks = blocks_for(exec, 1, lane_blocks * ceil_div(p.count, kEmitKeys));

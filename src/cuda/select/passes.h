@@ -27,6 +27,7 @@ void exact_top_p_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSp
 
 // What is kept.
 void budgets_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins, const RuleLaunch& rule);
+// Of all rows, or without a mask candidates alone, of those that refine_pass wants.
 void emit_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins, const MaskLaunch& mask);
 void pick_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, Bins bins, const MaskLaunch& mask);
 void exact_select_pass(const Exec& exec, const ProxyLaunch& proxy, const SelectSpace& space, const RuleLaunch& rule,

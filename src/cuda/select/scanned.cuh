@@ -40,9 +40,31 @@ struct Scanned {
     float part;     // the share of the bin's mass that they need
     float doubt;    // how far from rho, in mass, t's true sum can be
   };
-  __device__ Crossing cross(double rho, int from, int to) const {
-    const auto left = static_cast<float>((1.0 - rho) * mass);
-    const int b = search(from, to, [&](int x) { return below(x) <= left; });
+  // Where rho, rho + step, … are crossed in [from, to], together: what a search costs is the latency of its loads.
+  template <int kCount>
+  __device__ void cross(double rho, double step, int from, int to, Crossing (&at)[kCount]) const {
+    float left[kCount];
+    int low[kCount], high[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      left[i] = static_cast<float>((1.0 - rho - i * step) * mass), low[i] = from, high[i] = to;
+    for (int span = to - from; span > 0; span /= 2) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int middle = (low[i] + high[i]) / 2;
+        if (below(middle) <= left[i]) {
+          high[i] = middle;
+        } else {
+          low[i] = min(middle + 1, high[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) at[i] = crossing(low[i], left[i]);
+  }
+
+ private:
+  __device__ Crossing crossing(int b, float left) const {
     const int32_t before = keys(b - 1), n = keys(b) - before;
     const float above = below(b - 1), inside = above - below(b);
     const float part = inside > 0 ? fminf(fmaxf((above - left) / inside, 0.0f), 1.0f) : 1.0f;

@@ -34,13 +34,13 @@ SelectSpace layout(Arena arena, int64_t count, int64_t groups) {
   s.end.base = arena.take<uint32_t>(groups);
   s.need.base = arena.take<int32_t>(groups);
   s.part.base = arena.take<float>(groups);
-  s.leavers.base = arena.take<int32_t>(groups);
-  s.left.base = arena.take<int32_t>(1);
+  s.again.base = arena.take<int32_t>(groups);
+  s.again_size.base = arena.take<int32_t>(1);
   s.bytes = round_up(arena.used(), 256);
   s.histogram.step = s.bytes / 8;
   s.found.step = s.candidates.step = s.todo.step = s.limit.step = s.end.step = s.bytes / 4;
   s.range.step = s.high.step = s.unit.step = s.mass.step = s.blur.step = s.bytes / 4;
-  s.need.step = s.few.step = s.step.step = s.part.step = s.leavers.step = s.left.step = s.bytes / 4;
+  s.need.step = s.few.step = s.step.step = s.part.step = s.again.step = s.again_size.step = s.bytes / 4;
   return s;
 }
 

@@ -47,14 +47,14 @@ struct SelectSpace {
   PerHead<float> high;                    // [groups] upper bound; exact: of Height, its bias
   PerHead<float> unit;                    // [groups] depths per unit of the logit; exact: of Height, without the scale
   PerHead<float> mass;                    // [groups] of all keys, relative to the top of the first bin that has any
-  PerHead<float> blur;       // [groups] how much the fractions' rounding can move a share of the mass, per bin width
-  PerHead<uint32_t> todo;    // [groups] kExact flags
-  PerHead<uint32_t> limit;   // [groups] keys above this depth are kept
-  PerHead<uint32_t> end;     // [groups] keys from limit up to here are candidates
-  PerHead<int32_t> need;     // [groups] how many of the candidates are kept
-  PerHead<int32_t> leavers;  // [groups] that a sample's range does not hold
-  PerHead<int32_t> left;     // [1] how many they are
-  PerHead<float> part;       // [groups] what share of the mass of t_c's bin is needed
+  PerHead<float> blur;          // [groups] how much the fractions' rounding can move a share of the mass, per bin width
+  PerHead<uint32_t> todo;       // [groups] kExact flags
+  PerHead<uint32_t> limit;      // [groups] keys above this depth are kept
+  PerHead<uint32_t> end;        // [groups] keys from limit up to here are candidates
+  PerHead<int32_t> need;        // [groups] how many of the candidates are kept
+  PerHead<int32_t> again;       // [groups] rows that a pass looks at once more
+  PerHead<int32_t> again_size;  // [1] how many they are
+  PerHead<float> part;          // [groups] what share of the mass of t_c's bin is needed
 };
 inline constexpr int kFewCandidates = 1024;
 

@@ -22,11 +22,12 @@ __device__ void kept_at(const ProxyLaunch& p, const SelectSpace& s, Bins bins, c
   int32_t base[3] = {};
   const auto set_bases = [&](int c) {
     const Scanned row(s, bins, head, c);
+    Scanned::Crossing at[3];
+    row.cross(low + quarter, quarter, one_each ? from : 0, one_each ? to : bins.count - 1, at);
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      const auto at = row.cross(low + (i + 1) * quarter, one_each ? from : 0, one_each ? to : bins.count - 1);
-      bin[i] = at.bin;
-      base[i] = max(at.count, floor);
+      bin[i] = at[i].bin;
+      base[i] = max(at[i].count, floor);
     }
   };
   int64_t total[3] = {}, budget[3];
@@ -88,7 +89,7 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
 }
 
 // A round of the search for one rho of all heads; after the last, the rho.
-__global__ void __launch_bounds__(kSolveThreads)
+__global__ void __launch_bounds__(kSolveThreads, 1)
     solve_sample(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a, SampleSpace sample, int round) {
   if (round == kKeyRounds) {
     double rho = 1;
@@ -107,13 +108,16 @@ __global__ void __launch_bounds__(kSolveThreads)
                       });
 }
 
-__global__ void __launch_bounds__(kSolveThreads) solve_top_p(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a) {
+__global__ void __launch_bounds__(kSolveThreads, 1) solve_top_p(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a) {
   const int64_t head = blockIdx.x;
   const double rho = a.goal == 0 ? a.rho : a.solved != nullptr ? *a.solved : solve_rho(p, s, bins, a, head);
+  __shared__ int again;
   if (threadIdx.x == 0) {
+    again = 0;
     *a.rho_used[head] = rho;
     *a.alpha_used[head] = a.alpha;
   }
+  __syncthreads();
   for (int c = threadIdx.x; c < p.groups; c += kSolveThreads) {
     uint32_t todo = 0, limit = 0, end = 0;
     int32_t top_p = 0;
@@ -122,7 +126,9 @@ __global__ void __launch_bounds__(kSolveThreads) solve_top_p(ProxyLaunch p, Sele
       top_p = p.count;
     } else if (a.sizes[head][c] > 0) {
       const Scanned row(s, bins, head, c);
-      const auto at = row.cross(rho, 0, bins.count - 1);
+      Scanned::Crossing found[1];
+      row.cross(rho, 0, 0, bins.count - 1, found);
+      const Scanned::Crossing& at = found[0];
       top_p = min(at.count, p.count);
       const float step = row.width / (1 << kMomentBits);  // fractions are within half of this
       const float blur = fminf(static_cast<float>(rho * (1 - rho)) * step, 4 * s.blur[head][c] * step * 0.29f);
@@ -131,6 +137,7 @@ __global__ void __launch_bounds__(kSolveThreads) solve_top_p(ProxyLaunch p, Sele
         todo = kExactTopP;
       } else if (doubtful) {
         todo = kRefineTopP;
+        s.again[head][atomicAdd(&again, 1)] = c;
         limit = static_cast<uint32_t>(at.bin) << bins.sub_bits;
         end = limit + (1u << bins.sub_bits);
         part = at.part;
@@ -142,6 +149,8 @@ __global__ void __launch_bounds__(kSolveThreads) solve_top_p(ProxyLaunch p, Sele
     s.end[head][c] = end;
     s.part[head][c] = part;
   }
+  __syncthreads();
+  if (threadIdx.x == 0) *s.again_size[head] = again;
 }
 
 // t_c from the depths of the keys in its bin: the fewest from the top whose mass is `part` of the bin's.
