@@ -831,6 +831,12 @@ void run_copy(const Exec& exec, const uint32_t* from, int64_t from_step, uint32_
            [&](const Moved& at) { backend().copy(exec, at.from, from_step, at.to, to_step, count, rows); });
 }
 
+void run_round_to(const Exec& exec, DType type, const float* from, float* to, int64_t count) {
+  run_move(exec, {bytes_of(from), nullptr, bytes_of(to)}, 4 * count, 0, 4 * count, [&](const Moved& at) {
+    backend().round_to(exec, type, reinterpret_cast<const float*>(at.from), reinterpret_cast<float*>(at.to), count);
+  });
+}
+
 void run_convert(const Exec& exec, const void* from, DType from_type, void* to, DType to_type, int64_t count) {
   run_move(exec, {static_cast<const std::byte*>(from), nullptr, static_cast<std::byte*>(to)}, count * dtype_bytes(from_type),
            0, count * dtype_bytes(to_type),

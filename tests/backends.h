@@ -99,6 +99,7 @@ void run_check_slot(const Exec& exec, const std::byte* state, int64_t bytes, con
 void run_fill(const Exec& exec, uint32_t* to, int64_t step, uint32_t value, int64_t count, int64_t rows);
 void run_copy(const Exec& exec, const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step, int64_t count,
               int64_t rows);
+void run_round_to(const Exec& exec, DType type, const float* from, float* to, int64_t count);
 void run_convert(const Exec& exec, const void* from, DType from_type, void* to, DType to_type, int64_t count);
 void run_scatter(const Exec& exec, const int32_t* from, int64_t from_step, const int32_t* rows, int64_t count, int32_t* to,
                  int64_t to_step, int64_t heads);

@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "cases.h"
+#include "reference.h"
 #include "stages/bookkeeping.h"
 
 namespace scope::test {
@@ -516,6 +517,24 @@ TEST(Bookkeeping, Convert) {
       for (int64_t i = 1; i < n; ++i) {
         ASSERT_EQ(half[i], f32_to_bf16(in[static_cast<size_t>(i)])) << i;
         ASSERT_EQ(back[i], bf16_to_f32(half[i])) << i;
+      }
+    }
+  });
+}
+
+TEST(Bookkeeping, RoundTo) {
+  each_machine([](const Exec& exec) {
+    for (const int64_t n : {1, 3, 100'003}) {
+      Random random(static_cast<uint64_t>(n));
+      std::vector<float> in;
+      for (int64_t i = 0; i < n; ++i) in.push_back(static_cast<float>(random.normal() * std::exp(5 * random.normal())));
+      for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+        Guarded<float> out(n);
+        run_round_to(exec, type, in.data(), out.data(), n);
+        for (int64_t i = 0; i < n; ++i) {
+          const auto want = static_cast<float>(reference::rounded(static_cast<double>(in[static_cast<size_t>(i)]), type));
+          ASSERT_EQ(out[i], want) << dtype_name(type) << " " << i;
+        }
       }
     }
   });

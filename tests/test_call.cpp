@@ -41,6 +41,29 @@ TEST(Call, OutputIsAttentionOverTheSelection) {
   }
 }
 
+TEST(Call, TheExactProxyTakesCentroidsOfTheInputsType) {
+  const Context context = tested_context();
+  for (const DType dtype : limits().dtypes) {
+    const Inputs in(1, 2, 330, 297, 40, 5, dtype);
+    for (const char* proxy : {"codes", "exact"}) {
+      const Plan plan(context, method("scope", {{"proxy", proxy}, {"partition", "even:3"}}), in.shape());
+      OwnState own(plan);
+      Extra extra;
+      extra.state = &own.state;
+      const Result result = run(plan, in, extra);
+      const auto of_type = [&](const std::vector<float>& x) {
+        return std::all_of(x.begin(), x.end(), [&](float each) {
+          return reference::rounded(static_cast<double>(each), dtype) == static_cast<double>(each);
+        });
+      };
+      EXPECT_EQ(of_type(result.centroids), dtype == DType::f32 || std::string(proxy) == "exact") << dtype_name(dtype);
+      std::vector<float> saved(result.centroids.size());
+      plan.backend->read(plan.exec, StateView(plan, own.state.memory(), 0).centroids, saved.data(), std::ssize(saved) * 4);
+      EXPECT_EQ(of_type(saved), dtype == DType::f32) << dtype_name(dtype);
+    }
+  }
+}
+
 void expect_equal_attention(const Result& sparse, const Result& dense) {
   for (size_t i = 0; i < dense.out.size(); ++i) ASSERT_NEAR(sparse.out[i], dense.out[i], limits().equal_out) << i;
   for (size_t i = 0; i < dense.lse.size(); ++i) {

@@ -43,7 +43,10 @@ struct Problem {
     k = std::make_unique<Rows>(random, dtype, args.proxy.k.tokens, args.proxy.k.dim, 1.0);
     args.proxy.k = k->view();
   }
-  void use_exact() { args.proxy.kind = ProxyKind::exact; }
+  void use_exact() {
+    args.proxy.kind = ProxyKind::exact;
+    for (float& x : centroids) x = static_cast<float>(reference::rounded(static_cast<double>(x), args.proxy.k.dtype));
+  }
   void use_codes(Random& random, int64_t subspaces, int64_t codes, double deviation, bool coarse) {
     for (int64_t i = 0; i < groups * subspaces * codes; ++i) {
       const double x = deviation * random.normal();

@@ -29,7 +29,9 @@ struct MeanProblem {
       if (is_text) set_mask_bit(keep.data(), t);
       if (!is_text && (t == 0 || random.chance(0.9))) rows.push_back(t);  // the rest is padding
     }
-    for (int64_t i = 0; i < groups * dim; ++i) centroids.push_back(static_cast<float>(random.normal()));
+    for (int64_t i = 0; i < groups * dim; ++i) {
+      centroids.push_back(static_cast<float>(reference::rounded(random.normal(), by_codes ? DType::f32 : dtype)));
+    }
     for (int64_t c = 0; c < groups; ++c) sizes.push_back(static_cast<int32_t>(random.below(4)));
     kept.assign(static_cast<size_t>(groups * words), 0u);
     for (int64_t c = 0; c < groups; ++c) {

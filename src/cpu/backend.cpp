@@ -179,6 +179,7 @@ constexpr Backend kCpu = {
     .check_slot = check_slot,
     .fill = fill,
     .copy = copy,
+    .round_to = round_to,
     .convert = convert,
     .scatter = scatter,
     .enter = enter,

@@ -195,6 +195,13 @@ void copy(const Exec&, const void* from, int64_t from_step, void* to, int64_t to
   }
 }
 
+void round_to(const Exec&, DType type, const float* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = from[i];
+    to[i] = type == DType::f32 ? x : type == DType::bf16 ? bf16_to_f32(f32_to_bf16(x)) : f16_to_f32(f32_to_f16(x));
+  }
+}
+
 void convert(const Exec&, const void* from, DType from_type, void* to, DType to_type, int64_t count) {
   const auto* source = static_cast<const std::byte*>(from);
   auto* target = static_cast<std::byte*>(to);

@@ -238,6 +238,7 @@ constexpr Backend kCuda = {
     .check_slot = check_slot,
     .fill = fill,
     .copy = copy,
+    .round_to = round_to,
     .convert = convert,
     .scatter = scatter,
     .enter = enter,

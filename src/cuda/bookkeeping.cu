@@ -287,6 +287,11 @@ __global__ void convert_elements(const From* from, To* to, int64_t count) {
   for (int64_t i = thread_index(); i < count; i += thread_count()) to[i] = static_cast<To>(static_cast<float>(from[i]));
 }
 
+template <class T>
+__global__ void round_elements(const float* from, float* to, int64_t count) {
+  for (int64_t i = thread_index(); i < count; i += thread_count()) to[i] = static_cast<float>(static_cast<T>(from[i]));
+}
+
 __global__ void scatter_words(const int32_t* from, int64_t from_step, const int32_t* rows, int64_t count, int32_t* to,
                               int64_t to_step, int64_t heads) {
   for (int64_t i = thread_index(); i < count * heads; i += thread_count()) {
@@ -343,6 +348,14 @@ void copy(const Exec& exec, const void* from, int64_t from_step, void* to, int64
   if (count * rows == 0) return;
   launch(exec, "copy_words", copy_words, blocks_for(count * rows), kThreads, 0, static_cast<const uint32_t*>(from),
          from_step, static_cast<uint32_t*>(to), to_step, count, rows);
+}
+
+void round_to(const Exec& exec, DType type, const float* from, float* to, int64_t count) {
+  if (count == 0) return;
+  const auto kernel = type == DType::f32    ? round_elements<float>
+                      : type == DType::bf16 ? round_elements<__nv_bfloat16>
+                                            : round_elements<__half>;
+  launch(exec, "round_elements", kernel, blocks_for(count), kThreads, 0, from, to, count);
 }
 
 void convert(const Exec& exec, const void* from, DType from_type, void* to, DType to_type, int64_t count) {

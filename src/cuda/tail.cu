@@ -59,14 +59,11 @@ struct Layout {
 template <int kDim, Source kSource, bool kMean>
 struct Space {
   static constexpr bool kExact = kSource == Source::exact, kLoadsKeys = kExact || !kMean;
-  // Parts of 16 bits that a centroid is the sum of. The mean's weights take the rounding of one, which moves a logit by
-  // about 2^-10 of |q| |k| scale / sqrt(dim); the first order subtracts the logit of the mean key again and needs both.
-  static constexpr int kHalves = kMean ? 1 : 2;
   static constexpr int kRows = kKeys * kDim * 2, kStage = (kLoadsKeys ? 2 : 1) * kRows;
   static constexpr int kCodes = 2 * kStage;
   __host__ __device__ static int source(const ProxyLaunch& p) { return kCodes + (kExact ? 0 : 2 * p.subspaces * kKeys * 4); }
   static int64_t bytes(const ProxyLaunch& p, int tiles) {
-    const int64_t group = kExact ? kHalves * kDim * 2 : kSource == Source::tables ? 0 : int64_t{p.subspaces} * p.codes * 4;
+    const int64_t group = kExact ? kDim * 2 : kSource == Source::tables ? 0 : int64_t{p.subspaces} * p.codes * 4;
     return source(p) + tiles * kTile * group;
   }
 };
@@ -111,13 +108,8 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
       if (group0 + group < p.groups && channel < p.dim) {
         x = *reinterpret_cast<const float2*>(p.centroids[head] + int64_t{group0 + group} * p.dim + channel);
       }
-      const uint32_t high = pack<T>(x.x, x.y);
       char* const to = source + chunk_place<kDim>(group, channel / 8) + channel % 8 * 2;
-      *reinterpret_cast<uint32_t*>(to) = high;
-      if constexpr (At::kHalves == 2) {
-        *reinterpret_cast<uint32_t*>(to + tiles * kTile * kDim * 2) =
-            pack<T>(x.x - p.element(static_cast<uint16_t>(high)), x.y - p.element(static_cast<uint16_t>(high >> 16)));
-      }
+      *reinterpret_cast<uint32_t*>(to) = pack<T>(x.x, x.y);
     }
   }
 
@@ -173,19 +165,14 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
       const uint32_t k = values + At::kRows + chunk_place<kDim>(k_row, lane / 8 % 2);
 #pragma unroll
       for (int c = 0; c < kDim / 16; ++c) {
-        uint32_t a[At::kHalves][4];
-#pragma unroll
-        for (int half = 0; half < At::kHalves; ++half)
-          load_matrix_x4(a[half], (q ^ (c * 32)) + half * tiles * kTile * kDim * 2);
+        uint32_t a[4];
+        load_matrix_x4(a, q ^ (c * 32));
 #pragma unroll
         for (int n = 0; n < kOwn / 16; ++n) {
           uint32_t b[4];
           load_matrix_x4(b, (k ^ (c * 32)) + n * 16 * kDim * 2);
-#pragma unroll
-          for (int half = 0; half < At::kHalves; ++half) {
-            mma_16x8x16<T>(logit[2 * n], a[half], b[0], b[1]);
-            mma_16x8x16<T>(logit[2 * n + 1], a[half], b[2], b[3]);
-          }
+          mma_16x8x16<T>(logit[2 * n], a, b[0], b[1]);
+          mma_16x8x16<T>(logit[2 * n + 1], a, b[2], b[3]);
         }
       }
 #pragma unroll

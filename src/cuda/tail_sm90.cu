@@ -95,10 +95,9 @@ __device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head,
   wait_all_copies();
 }
 
-// Centroids of 64 groups from `group0` on, rounded to 16 bits: that moves a logit by about 2^-10 of |q| |k| scale /
-// sqrt(dim).
+// Centroids of 64 groups from `group0` on.
 template <class C>
-__device__ void round_centroids(const ProxyLaunch& p, int64_t head, int group0, uint8_t* to) {
+__device__ void load_centroids(const ProxyLaunch& p, int64_t head, int group0, uint8_t* to) {
   for (int i = threadIdx.x % 128; i < 64 * C::kDim / 2; i += 128) {
     const int row = i / (C::kDim / 2), channel = i % (C::kDim / 2) * 2;
     float2 x{0, 0};
@@ -115,7 +114,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
                         int warpgroup, Shared<C>& shared) {
   constexpr int kKeys = C::kKeys;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  round_centroids<C>(p, head, group0, shared.q[warpgroup]);
+  load_centroids<C>(p, head, group0, shared.q[warpgroup]);
   fence_async_proxy();
   named_sync(1 + warpgroup, 128);
 

@@ -201,11 +201,26 @@ class Call {
   // score, and what select must know of every row before anything is kept.
   void weigh(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot) {
     frame.mark(Moment::score);
-    if (row(settings_.proxy).codes) backend_.score(exec_, score_args(frame, chunk, slot));
+    if (row(settings_.proxy).codes) {
+      backend_.score(exec_, score_args(frame, chunk, slot));
+    } else {
+      round_centroids(frame, chunk, slot);
+    }
     frame.mark(Moment::select);
     if (plan_.compensates()) backend_.compensate(exec_, compensate_args(frame, s, chunk, slot));
     const double alpha = least_share(settings_, args_.place, chunk.first);  // with a profile, a chunk is one head
     backend_.weigh(exec_, weigh_args(frame, s, chunk, slot, &alpha));
+  }
+
+  // To the inputs' type, in which the exact proxy multiplies; the state has them as they were.
+  void round_centroids(const Frame& frame, Chunk chunk, const StateSlot& slot) const {
+    if (shape_.dtype == DType::f32) return;
+    const int64_t used = slot.groups * shape_.dim, per_head = plan_.groups * shape_.dim;
+    const int64_t steps = used == per_head ? 1 : chunk.count, count = used == per_head ? chunk.count * per_head : used;
+    for (int64_t i = 0; i < steps; ++i) {
+      float* centroids = frame.at.centroids + i * per_head;
+      backend_.round_to(exec_, shape_.dtype, centroids, centroids, count);
+    }
   }
 
   // select and tail: which keys each group keeps, and what stands for the others.

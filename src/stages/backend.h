@@ -118,6 +118,8 @@ struct Backend {
   // `rows` pieces of `count` 32-bit words, each one `step` words after the last; a copy's from_step may be 0.
   void (*fill)(const Exec&, void* to, int64_t step, uint32_t value, int64_t count, int64_t rows);
   void (*copy)(const Exec&, const void* from, int64_t from_step, void* to, int64_t to_step, int64_t count, int64_t rows);
+  // The nearest numbers of a type; may be in place.
+  void (*round_to)(const Exec&, DType type, const float* from, float* to, int64_t count);
   // f32 <-> f32 or bf16.
   void (*convert)(const Exec&, const void* from, DType from_type, void* to, DType to_type, int64_t count);
   // to[h * to_step + rows[j]] = from[h * from_step + j] for j < count; null rows: to[h * to_step + j].

@@ -12,7 +12,7 @@ enum class ProxyKind { codes, exact };
 
 // Everything from which the proxy logit of any (group, key) can be computed:
 //   codes: s[c, j] = sum over m of tables[c, m, labels[m, j]]
-//   exact: s[c, j] = scale * centroids[c] . k[rows[j]]
+//   exact: s[c, j] = scale * centroids[c] . k[rows[j]], where the centroids' elements are numbers of k's type
 struct Proxy {
   ProxyKind kind = ProxyKind::codes;
   int64_t groups = 0;

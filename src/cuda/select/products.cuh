@@ -1,4 +1,4 @@
-// The exact proxy: centroids in two 16-bit parts, products by tensor cores.
+// The exact proxy: products by tensor cores.
 #pragma once
 
 #include "core/numeric.h"
@@ -9,17 +9,15 @@ namespace scope::cuda {
 
 inline constexpr int kEmitGroups = 320;
 
-// Products of a block of kWarps warps with keys of type T and up to 32 kGroups channels. A centroid is the sum of two
-// numbers of that type.
+// Products of a block of kWarps warps with keys of type T and up to 32 kGroups channels.
 template <class T, int kGroups, int kWarps_>
 struct Products {
-  static constexpr int kParts = 2;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kTile = 32 * kWarps;
-  static constexpr int kSteps = 2 * kGroups;                   // of 16 channels
-  static constexpr int kPairWords = 2 * kSteps * kParts * 32;  // uint4 for 32 centroids
+  static constexpr int kSteps = 2 * kGroups;          // of 16 channels
+  static constexpr int kPairWords = 2 * kSteps * 32;  // uint4 for 32 centroids
   static constexpr int64_t kPairBytes = kPairWords * int64_t{sizeof(uint4)};
 
-  // Fragments in the order in which lanes read them: [16 groups][16 channels][part][lane]. A thread of a quad has eight
+  // Fragments in the order in which lanes read them: [16 groups][16 channels][lane]. A thread of a quad has eight
   // consecutive channels of a key in one load, which serve two steps; the centroids' channels are dealt out alike.
   // group_at(i): which group centroid i is; negative: none.
   template <class GroupAt>
@@ -28,23 +26,15 @@ struct Products {
     for (int i = threadIdx.x; i < groups / 16 * kSteps * 32; i += kThreads) {
       const int lane = i % 32, step = i / 32 % kSteps, tile = i / 32 / kSteps;
       const int channel = step / 2 * 32 + lane % 4 * 8 + step % 2 * 4;
-      uint32_t part[kParts][4];
+      uint32_t part[4];
       for (int at = 0; at < 4; ++at) {  // rows +0, +8, +0, +8; channels +0, +0, +2, +2
         const int group = group_at(tile * 16 + lane / 4 + at % 2 * 8), from = channel + at / 2 * 2;
         float2 x{0, 0};
         if (group >= 0 && from < p.dim)
           x = *reinterpret_cast<const float2*>(p.centroids[head] + int64_t{group} * p.dim + from);
-#pragma unroll
-        for (int n = 0; n < kParts; ++n) {
-          part[n][at] = pack<T>(x.x, x.y);
-          x = {x.x - p.element(static_cast<uint16_t>(part[n][at])),
-               x.y - p.element(static_cast<uint16_t>(part[n][at] >> 16))};
-        }
+        part[at] = pack<T>(x.x, x.y);
       }
-#pragma unroll
-      for (int n = 0; n < kParts; ++n) {
-        fragments[((tile * kSteps + step) * kParts + n) * 32 + lane] = {part[n][0], part[n][1], part[n][2], part[n][3]};
-      }
+      fragments[i] = {part[0], part[1], part[2], part[3]};
     }
   }
 
@@ -82,16 +72,13 @@ struct Products {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
+      for (int t = 0; t < 2; ++t) {
+        const uint4 f = fragments[(t * kSteps + step) * 32 + lane];
+        const uint32_t a[4] = {f.x, f.y, f.z, f.w};
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const uint4 f = fragments[((t * kSteps + step) * kParts + part) * 32 + lane];
-          const uint32_t a[4] = {f.x, f.y, f.z, f.w};
-#pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            const uint4& k = keys.part[n][step / 2];
-            mma_16x8x16<T>(sum[t][n], a, step % 2 == 0 ? k.x : k.z, step % 2 == 0 ? k.y : k.w);
-          }
+        for (int n = 0; n < 4; ++n) {
+          const uint4& k = keys.part[n][step / 2];
+          mma_16x8x16<T>(sum[t][n], a, step % 2 == 0 ? k.x : k.z, step % 2 == 0 ? k.y : k.w);
         }
       }
     }
