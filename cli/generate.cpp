@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 
 struct GenerateOptions : VideoInputs {
   std::string output, model = "tiny-wan", method = "scope", target_density, grid, noise, dump, dump_steps, dump_layers,
-                      compute, known, profile_out, profile_samples = "256";
+                      compute, known, sampler = "euler", profile_out, profile_samples = "256";
   std::vector<std::string> set;
   int64_t steps = 0;  // 0: the model's
   uint64_t seed = 0;
@@ -169,6 +169,7 @@ void run(const GenerateOptions& options) {
   }
   const auto size = video::latent_size(config, request.grid);
   request.steps = options.steps == 0 ? notes.steps : options.steps;
+  request.sampler = options.sampler == "unipc" ? video::Sampler::unipc : video::Sampler::euler;
   request.shift = options.shift == 0 ? notes.shift : options.shift;
   request.guidance = options.guidance == 0 ? 1 : options.guidance;
   request.settings = settings;
@@ -247,6 +248,7 @@ void run(const GenerateOptions& options) {
                               {"seed", options.seed},
                               {"noise", options.noise.empty() ? "seed" : options.noise},
                               {"example", options.example},
+                              {"sampler", options.sampler},
                               {"shift", request.shift},
                               {"guidance", request.guidance},
                               {"compute", compute},
@@ -316,8 +318,11 @@ void add_generate(CLI::App& app) {
   command->add_option(
       "--target-density", options->target_density,
       "share of keys that sparse calls keep: the mean of their heads, or with target_scope=head each of them");
-  command->add_option("--steps", options->steps, "Euler steps; otherwise the model's, or 20")
+  command->add_option("--steps", options->steps, "sampling steps; otherwise the model's, or 20")
       ->check(whole(1, kMostSamplerSteps));
+  command->add_option("--sampler", options->sampler, "euler, or unipc as diffusers runs it for Wan: of second order")
+      ->check(CLI::IsMember({"euler", "unipc"}))
+      ->capture_default_str();
   CLI::Option* seed = command->add_option("--seed", options->seed, "names the noise; the same for every method")
                           ->check(whole(0, kMostSeed))
                           ->capture_default_str();

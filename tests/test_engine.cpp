@@ -292,6 +292,23 @@ TEST_F(EngineOps, SumsAndModulation) {
       engine.axpy(-0.25f, time.floats(), 6 * n, static_cast<float*>(sum.matrix.data));
       for (size_t i = 0; i < want.size(); ++i) want[i] = sum.values[i] - 0.25 * time.values[i];
       expect_near(sum.read(), want, size, 1e-6, DType::f32, c.name + " axpy");
+      const float factors[] = {1.5f, -0.75f, 2.0f, 0.1f};
+      for (size_t count = 1; count <= std::size(factors); ++count) {  // the sum goes into its first vector
+        const Stored first(engine, DType::f32, 6, n, normals(random, 6 * n));
+        std::vector<Term> terms = {{factors[0], first.floats()}};
+        std::vector<Stored> others;
+        for (size_t k = 1; k < count; ++k) {
+          others.emplace_back(engine, DType::f32, 6, n, normals(random, 6 * n));
+          terms.push_back({factors[k], others.back().floats()});
+        }
+        engine.combine(terms, 6 * n, static_cast<float*>(first.matrix.data));
+        for (size_t i = 0; i < want.size(); ++i) {
+          want[i] = factors[0] * first.values[i];
+          for (size_t k = 1; k < count; ++k) want[i] += factors[k] * others[k - 1].values[i];
+          size[i] = std::abs(want[i]) + 8;
+        }
+        expect_near(first.read(), want, size, 1e-6, DType::f32, c.name + " combine");
+      }
     }
   }
 }

@@ -613,15 +613,6 @@ TEST(VideoOnCpu, NoiseIsNormalAndNamedByItsSeed) {
   EXPECT_FLOAT_EQ(a[1], -1.271917265f);
 }
 
-TEST(VideoOnCpu, NoiseLevels) {
-  const auto levels = noise_levels(20, 3);
-  ASSERT_EQ(levels.size(), 21u);
-  EXPECT_EQ(levels[0], 1);
-  EXPECT_EQ(levels[20], 0);
-  EXPECT_NEAR(levels[10], 0.75, 1e-12);
-  for (size_t i = 0; i < 20; ++i) EXPECT_GT(levels[i], levels[i + 1]);
-}
-
 TEST(VideoOnCpu, FramesAndTheFirstFrameAreInverse) {
   const std::array<int64_t, 3> size = {3, 4, 6};
   io::Image image{8, 12, std::vector<uint8_t>(8 * 12 * 3)};

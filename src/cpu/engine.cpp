@@ -188,6 +188,14 @@ class CpuEngine : public Engine {
     for (int64_t i = 0; i < n; ++i) x[i] += factor * y[i];
   }
 
+  void combine(std::span<const Term> terms, int64_t n, float* out) override {
+    for (int64_t i = 0; i < n; ++i) {
+      float sum = 0;
+      for (const Term& term : terms) sum += term.factor * term.x[i];
+      out[i] = sum;
+    }
+  }
+
  private:
   static void move(const void* from, void* to, int64_t bytes) {
     if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));  // an empty vector's pointer may be null

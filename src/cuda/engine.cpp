@@ -98,6 +98,7 @@ class CudaEngine : public Engine {
     cuda::unpatchify(stream_, grid, x, channels, latent);
   }
   void axpy(float factor, const float* y, int64_t n, float* x) override { cuda::axpy(stream_, factor, y, n, x); }
+  void combine(std::span<const Term> terms, int64_t n, float* out) override { cuda::combine(stream_, terms, n, out); }
 
  private:
   void* scratch(int64_t bytes) {

@@ -147,6 +147,21 @@ __global__ void __launch_bounds__(kThreads) axpy_kernel(float factor, const floa
   if (i < n) x[i] += factor * y[i];
 }
 
+struct Terms {
+  video::Term term[video::kMostTerms];
+  int64_t count;
+};
+__global__ void __launch_bounds__(kThreads) combine_kernel(Terms terms, int64_t n, float* out) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  float sum = 0;
+#pragma unroll
+  for (int64_t k = 0; k < video::kMostTerms; ++k) {
+    if (k < terms.count) sum += terms.term[k].factor * terms.term[k].x[i];
+  }
+  out[i] = sum;
+}
+
 // Where latent element `at` of a channel lies: its token, and its place in the token's patch.
 struct Spot {
   int64_t token, place;
@@ -236,6 +251,13 @@ void unpatchify(void* stream, const PatchGrid& grid, Matrix x, int64_t channels,
 void axpy(void* stream, float factor, const float* y, int64_t n, float* x) {
   axpy_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(factor, y, n, x);
   check_launch("axpy");
+}
+
+void combine(void* stream, std::span<const video::Term> terms, int64_t n, float* out) {
+  Terms all{{}, static_cast<int64_t>(terms.size())};
+  std::copy(terms.begin(), terms.end(), all.term);
+  combine_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(all, n, out);
+  check_launch("combine");
 }
 
 }  // namespace scope::cuda

@@ -2,6 +2,8 @@
 // matrix on 16 bytes, types f32 and bf16.
 #pragma once
 
+#include <span>
+
 #include "video/matrix.h"
 
 namespace scope::cuda {
@@ -18,5 +20,6 @@ void patchify(void* stream, const video::PatchGrid& grid, const float* latent, i
               int64_t more_channels, video::Matrix out);
 void unpatchify(void* stream, const video::PatchGrid& grid, video::Matrix x, int64_t channels, float* latent);
 void axpy(void* stream, float factor, const float* y, int64_t n, float* x);
+void combine(void* stream, std::span<const video::Term> terms, int64_t n, float* out);
 
 }  // namespace scope::cuda

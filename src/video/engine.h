@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "io/file.h"
@@ -67,6 +68,8 @@ class Engine {
   virtual void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, float* latent) = 0;
   // x += factor * y over f32 vectors.
   virtual void axpy(float factor, const float* y, int64_t n, float* x) = 0;
+  // out = the sum of factor * x over 1 to kMostTerms f32 vectors; out may be one of them.
+  virtual void combine(std::span<const Term> terms, int64_t n, float* out) = 0;
 };
 
 inline Buffer uploaded(Engine& engine, const std::vector<float>& values) {

@@ -14,6 +14,13 @@ struct Matrix {
 
 enum class Activation { none, gelu_tanh, gelu, silu };
 
+// A vector and its share of a sum.
+struct Term {
+  float factor;
+  const float* x;
+};
+inline constexpr int64_t kMostTerms = 4;
+
 // A latent [channels, T, H, W] is cut into patches; a token is one patch.
 struct PatchGrid {
   int64_t t, h, w;                  // tokens

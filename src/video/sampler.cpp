@@ -81,15 +81,6 @@ void check(const char* name, const std::vector<float>& x, int64_t channels, cons
 
 }  // namespace
 
-std::vector<double> noise_levels(int64_t steps, double shift) {
-  std::vector<double> levels;
-  for (int64_t i = 0; i <= steps; ++i) {
-    const double u = 1.0 - static_cast<double>(i) / static_cast<double>(steps);
-    levels.push_back(shift * u / (1.0 + (shift - 1.0) * u));
-  }
-  return levels;
-}
-
 std::vector<float> make_noise(uint64_t seed, int64_t count) {
   const RandomStream stream{.seed = seed, .purpose = 4};
   const auto uniform = [&](uint64_t i) { return (static_cast<double>(stream.bits(i) >> 11) + 0.5) * 0x1p-53; };
@@ -148,10 +139,8 @@ Sample generate(const Model& model, const Request& request) {
   engine.upload(request.condition.data(), condition.get(), static_cast<int64_t>(request.condition.size() * sizeof(float)));
   pass->add_prompt(request.prompt);
   if (branches == 2) pass->add_prompt(request.negative);
-  const std::vector<double> levels = noise_levels(request.steps, request.shift);
-  std::vector<double> timesteps(levels.begin(), levels.end() - 1);
-  for (double& t : timesteps) t *= 1000;
-  pass->set_timesteps(timesteps);
+  pass->set_timesteps(noise_timesteps(request.sampler, request.steps, request.shift));
+  Stepper stepper(engine, request.sampler, request.steps, request.shift, std::ssize(request.noise));
 
   Sample sample;
   const auto fetch = [&](Matrix x) {
@@ -161,8 +150,6 @@ Sample generate(const Model& model, const Request& request) {
   };
   const auto floats = [](const Buffer& memory) { return static_cast<float*>(memory.get()); };
   for (int64_t step = 0; step < request.steps; ++step) {
-    const auto i = static_cast<size_t>(step);
-    const double change = levels[i + 1] - levels[i];
     for (int64_t branch = 0; branch < branches; ++branch) {
       const auto attend = [&](int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text) {
         if (request.wanted && request.wanted(step, layer, branch)) {
@@ -174,10 +161,8 @@ Sample generate(const Model& model, const Request& request) {
       pass->forward(step, branch, floats(latent), floats(condition), attend,
                     floats(velocities[static_cast<size_t>(branch)]));
     }
-    const double share = branches == 1 ? 1.0 : request.guidance;
-    const auto n = static_cast<int64_t>(request.noise.size());
-    engine.axpy(static_cast<float>(change * share), floats(velocities[0]), n, floats(latent));
-    if (branches == 2) engine.axpy(static_cast<float>(change * (1.0 - share)), floats(velocities[1]), n, floats(latent));
+    stepper.step(step, floats(velocities[0]), branches == 1 ? nullptr : floats(velocities[1]), request.guidance,
+                 floats(latent));
   }
   sample.latent.resize(request.noise.size());
   engine.download(latent.get(), sample.latent.data(), bytes);

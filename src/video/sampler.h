@@ -1,4 +1,4 @@
-// Euler flow matching with guidance: from noise to a sample, every self-attention through the pipeline.
+// Flow matching with guidance: from noise to a sample, every self-attention through the pipeline.
 #pragma once
 
 #include <functional>
@@ -6,6 +6,7 @@
 
 #include "pipeline/call.h"
 #include "video/model.h"
+#include "video/stepper.h"
 
 namespace scope::video {
 
@@ -19,6 +20,7 @@ struct CallReport {
 struct Request {
   std::array<int64_t, 3> grid = {};  // tokens along T, H and W
   int64_t steps = 20;
+  Sampler sampler = Sampler::euler;
   double shift = 3;
   double guidance = 1;                               // 1: the prompt alone, one pass per step
   Settings settings;                                 // of self-attention
@@ -39,9 +41,6 @@ struct Sample {
   double seconds = 0;
 };
 
-// steps + 1 levels from 1 to 0: shift u / (1 + (shift - 1) u), u = 1 - i / steps.
-std::vector<double> noise_levels(int64_t steps, double shift);
-
 // Unit normals, the same for a seed on every machine and for every method. Pair p takes the 64-bit draws 2p and 2p + 1 of
 // the Philox stream (seed, purpose 4), as u = (draw div 2^11 + 1/2) / 2^53: sqrt(-2 ln u_1) times cos and sin of 2 pi u_2.
 std::vector<float> make_noise(uint64_t seed, int64_t count);
@@ -52,7 +51,6 @@ std::array<int64_t, 3> latent_size(const ModelConfig& config, const std::array<i
 // What every self-attention of a model is planned for.
 Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype);
 
-// Velocity is noise - data: x += (level_(i+1) - level_i) v, v = negative + guidance (prompt - negative).
 Sample generate(const Model& model, const Request& request);
 
 }  // namespace scope::video

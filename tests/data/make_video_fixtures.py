@@ -7,6 +7,7 @@ import pathlib
 import sys
 
 import torch
+from diffusers import UniPCMultistepScheduler
 from safetensors.torch import save_file
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -57,7 +58,35 @@ def bundled_model():
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "case.safetensors", note)
 
 
+def unipc_steps():
+    """Latents of every step, from velocities that a small function of the latent gives or, in the last case, that are random."""
+    tensors, n = {}, 32
+    torch.manual_seed(7)
+    matrix = torch.randn(n, n) / n**0.5
+    for name, steps, shift in (("one", 1, 3.0), ("two", 2, 5.0), ("three", 3, 1.0), ("twenty", 20, 5.0), ("fifty", 50, 3.0), ("random", 40, 12.0)):
+        scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+        scheduler.set_timesteps(steps)
+        noise = latent = torch.randn(1, n)
+        velocities, latents = [], []
+        for t in scheduler.timesteps:
+            velocities.append(torch.randn(1, n) if name == "random" else 2 * noise - torch.tanh(latent @ matrix + t / 1000))
+            latent = scheduler.step(velocities[-1], t, latent, return_dict=False)[0]
+            latents.append(latent)
+        tensors |= {f"{name}.noise": noise[0], f"{name}.velocities": torch.cat(velocities), f"{name}.latents": torch.cat(latents),
+                    f"{name}.timesteps": scheduler.timesteps.float(), f"{name}.shift": torch.tensor([shift])}
+    # Rounding down hangs on the last bits of a level.
+    for shift in (1.0, 3.0, 5.0, 7.0, 8.0, 12.0):
+        scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+        timesteps = []
+        for steps in range(1, 61):
+            scheduler.set_timesteps(steps)
+            timesteps.append(scheduler.timesteps.to(torch.int32))
+        tensors[f"timesteps.{shift:.0f}"] = torch.cat(timesteps)
+    save_file(tensors, HERE / "unipc.safetensors")
+
+
 if __name__ == "__main__":
+    unipc_steps()
     for name, config in CASES.items():
         random_model(name, config)
     bundled_model()

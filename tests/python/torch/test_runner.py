@@ -4,7 +4,7 @@ import images
 import pytest
 import torch
 import video
-from diffusers import WanTransformer3DModel
+from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from safetensors import safe_open
 from sample import load, noise_levels, sample
 
@@ -48,24 +48,41 @@ def inputs(model, seed):
     return out
 
 
+def euler_steps(steps, shift):
+    """(timestep, how a velocity changes the latent) of each step."""
+    levels = noise_levels(steps, shift)
+    for i in range(steps):
+        yield levels[i] * 1000, lambda v, x, i=i: x + (levels[i + 1] - levels[i]) * v
+
+
+def unipc_steps(steps, shift):
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    scheduler.set_timesteps(steps)
+    for t in scheduler.timesteps:
+        yield t.item(), lambda v, x, t=t: scheduler.step(v, t, x, return_dict=False)[0]
+
+
 @torch.no_grad()
-def euler(model, given, steps, shift, guidance):
-    x, levels = given["noise"][None].to(model.dtype), noise_levels(steps, shift)
+def sampled(model, given, steps, guidance):
+    x = given["noise"][None].to(model.dtype)
     more = [given["condition"][None].to(model.dtype)] if "condition" in given else []
     image = given.get("image_embeds")
     image = None if image is None else image.to(model.dtype) if image.ndim == 3 else image[None].to(model.dtype)
 
-    def velocity(name, i):
-        time = torch.tensor([levels[i] * 1000])
-        return model(torch.cat([x, *more], 1), time, given[name][None].to(model.dtype), image).sample
+    def velocity(name, time):
+        return model(torch.cat([x, *more], 1), torch.tensor([time]), given[name][None].to(model.dtype), image).sample
 
-    for i in range(steps):
-        v = velocity("prompt_embeds", i)
+    for time, step in steps:
+        v = velocity("prompt_embeds", time)
         if guidance != 1:
-            negative = velocity("negative_prompt_embeds", i)
+            negative = velocity("negative_prompt_embeds", time)
             v = negative + guidance * (v - negative)
-        x = x + (levels[i + 1] - levels[i]) * v
+        x = step(v, x)
     return x.float()
+
+
+def euler(model, given, steps, shift, guidance):
+    return sampled(model, given, euler_steps(steps, shift), guidance)
 
 
 def flags(folder, *more):
@@ -83,6 +100,16 @@ def test_random_models_give_the_samples_of_diffusers(generate, tmp_path, name):
         theirs = euler(model, given, steps, 4, guidance)
         moved = (theirs - given["noise"]).norm()
         assert (ours - theirs).norm() / moved < 2e-6 * steps * guidance, name
+
+
+@pytest.mark.parametrize("steps,guidance", ((1, 1), (2, 3), (9, 4.5)))
+def test_unipc_gives_the_samples_of_diffusers(generate, tmp_path, steps, guidance):
+    model = make(CASES["i2v by channels"], 3)
+    model.save_pretrained(tmp_path / "model")
+    given = inputs(model, 3)
+    ours = generate(given, *flags(tmp_path / "model", "--steps", steps, "--guidance", guidance, "--sampler", "unipc"))
+    theirs = sampled(model, given, unipc_steps(steps, 4), guidance)
+    assert (ours - theirs).norm() / (theirs - given["noise"]).norm() < 2e-6 * steps * guidance
 
 
 def stored(model, folder, dtype):
