@@ -16,6 +16,7 @@
 #include "io/safetensors.h"
 #include "outputs.h"
 #include "run_profile.h"
+#include "video/folder.h"
 #include "video/media.h"
 #include "video/weights.h"
 #include "video_run.h"
@@ -28,11 +29,11 @@ namespace fs = std::filesystem;
 
 struct GenerateOptions : VideoInputs {
   std::string output, model = "tiny-wan", method = "scope", target_density, grid, noise, dump, dump_steps, dump_layers,
-                      compute, known, sampler = "euler", profile_out, profile_samples = "256";
+                      compute, known, sampler, experts = "one", profile_out, profile_samples = "256";
   std::vector<std::string> set;
   int64_t steps = 0;  // 0: the model's
   uint64_t seed = 0;
-  double shift = 0, guidance = 0;
+  double shift = 0, guidance = 0, guidance_2 = 0;
   bool latents = false;
   MachineFlags machine;
 };
@@ -61,7 +62,9 @@ void read_inputs(const GenerateOptions& options, const std::string& path, const 
   request.prompt = prompt("prompt_embeds");
   const bool negative = file.tensors.contains("negative_prompt_embeds");
   if (options.guidance == 0) request.guidance = negative ? 5.0 : 1.0;
-  if (request.guidance != 1) request.negative = prompt("negative_prompt_embeds");
+  request.guidance_2 = options.guidance_2 == 0 ? request.guidance : options.guidance_2;
+  const bool guided = request.guidance != 1 || (request.boundary > 0 && request.guidance_2 != 1);
+  if (guided) request.negative = prompt("negative_prompt_embeds");
   if (config.condition_channels > 0) {
     request.condition =
         take_floats(path, file, "condition", {config.condition_channels, size[0], size[1], size[2]}, options.example);
@@ -151,10 +154,15 @@ void write_qkv(const std::string& path, const video::ModelConfig& config, const 
 }
 
 void run(const GenerateOptions& options) {
-  const std::string folder = find_model_folder(options.model);
-  const video::Notes notes = video::read_notes(folder);
-  const video::ModelConfig config = video::read_model_config(folder);
-  const Model* known = find_known(options.known, config);
+  const std::string model_folder = find_model_folder(options.model);
+  const video::Folder folder = video::read_folder(model_folder);
+  const std::string& first_transformer = folder.transformers[0];
+  const video::Notes notes = video::read_notes(first_transformer);
+  const video::ModelConfig config = video::read_model_config(first_transformer);
+  const bool two_experts = folder.transformers.size() == 2;
+  require(two_experts || options.guidance_2 == 0, Status::invalid_argument,
+          "--guidance-2: {} has one transformer, and --guidance is its", model_folder);
+  const Model* known = find_known(options.known, config, two_experts);
   const MethodFlags flags{options.method, known == nullptr ? "" : known->name, options.set};
   const Settings settings = flags.settings({.device = options.machine.on_device()}, options.target_density);
   if (known != nullptr) fmt::print("{}\n", known_text(*known, !options.known.empty(), config, settings));
@@ -169,12 +177,19 @@ void run(const GenerateOptions& options) {
   }
   const auto size = video::latent_size(config, request.grid);
   request.steps = options.steps == 0 ? notes.steps : options.steps;
-  request.sampler = options.sampler == "unipc" ? video::Sampler::unipc : video::Sampler::euler;
-  request.shift = options.shift == 0 ? notes.shift : options.shift;
+  const video::Schedule own = folder.schedule.value_or(video::Schedule{video::Sampler::euler, notes.shift});
+  request.sampler = own.sampler;
+  if (!options.sampler.empty()) {
+    request.sampler = options.sampler == "unipc" ? video::Sampler::unipc : video::Sampler::euler;
+  }
+  request.shift = options.shift == 0 ? own.shift : options.shift;
+  request.boundary = folder.boundary;
   request.guidance = options.guidance == 0 ? 1 : options.guidance;
   request.settings = settings;
   Outputs outputs;
-  outputs.reads_model(folder);
+  outputs.reads_model(model_folder);
+  for (const std::string& transformer : folder.transformers) outputs.reads_model(transformer);
+  outputs.reads("--model", model_folder + "/scheduler/scheduler_config.json");
   outputs.reads("--condition", options.condition);
   outputs.reads("--image", options.image);
   outputs.reads("--noise", options.noise);
@@ -201,7 +216,7 @@ void run(const GenerateOptions& options) {
     };
   }
   if (notes.rgb) {
-    read_rgb_inputs(options, folder, notes, config, size, request);
+    read_rgb_inputs(options, first_transformer, notes, config, size, request);
     require(request.guidance == 1, Status::invalid_argument, "--guidance: this model was trained without");
   } else {
     read_inputs(options, options.condition, config, size, request);
@@ -227,19 +242,29 @@ void run(const GenerateOptions& options) {
     request.wanted = [](int64_t, int64_t, int64_t branch) { return branch == 0; };
   }
   const auto engine = make_engine(context, compute);
-  const auto model = video::open_model(folder, *engine);
-  const int64_t passes = request.guidance == 1 ? 1 : 2;
-  auto progress = std::make_unique<Progress>("generate " + options.method, request.steps * passes * config.layers);
+  std::vector<std::shared_ptr<const video::Model>> kept(folder.transformers.size());
+  const video::OpenModel open = [&](int64_t expert) {
+    const auto i = static_cast<size_t>(expert);
+    return kept[i] ? kept[i] : std::shared_ptr(video::open_model(folder.transformers[i], *engine));
+  };
+  const std::vector<int64_t> experts = video::experts_of(request);
+  const std::set<int64_t> used(experts.begin(), experts.end());
+  if (options.experts == "both") {
+    for (const int64_t expert : used) kept[static_cast<size_t>(expert)] = open(expert);
+  }
+  int64_t passes = 0;
+  for (const int64_t expert : experts) passes += video::guidance_of(request, expert) == 1 ? 1 : 2;
+  auto progress = std::make_unique<Progress>("generate " + options.method, passes * config.layers);
   request.done = [&](const video::CallReport& call) {
     progress->step(fmt::format("step {} of {}", call.step + 1, request.steps));
   };
-  const video::Sample sample = video::generate(*model, request);
+  const video::Sample sample = video::generate(open, request);
   progress.reset();
 
   const double density = mean_density(sample);
   auto seconds = seconds_json(sample);
   nlohmann::ordered_json json{{"version", SCOPE_VERSION},
-                              {"model", fs::path(folder).filename().string()},
+                              {"model", fs::path(model_folder).filename().string()},
                               {"method", options.method},
                               {"settings", settings_json(settings)},
                               {"known", known_json(known, settings)},
@@ -248,7 +273,7 @@ void run(const GenerateOptions& options) {
                               {"seed", options.seed},
                               {"noise", options.noise.empty() ? "seed" : options.noise},
                               {"example", options.example},
-                              {"sampler", options.sampler},
+                              {"sampler", request.sampler == video::Sampler::unipc ? "unipc" : "euler"},
                               {"shift", request.shift},
                               {"guidance", request.guidance},
                               {"compute", compute},
@@ -256,6 +281,11 @@ void run(const GenerateOptions& options) {
                               {"density", density},
                               {"seconds", seconds},
                               {"layers", calls_json(sample, request.steps)}};
+  if (two_experts) {
+    json["guidance_2"] = request.guidance_2;
+    json["boundary"] = request.boundary;
+    json["expert_steps"] = {std::count(experts.begin(), experts.end(), 0), std::count(experts.begin(), experts.end(), 1)};
+  }
   const std::string out = outputs.open(options.output);
   if (notes.rgb) {
     const auto frames = video::to_frames(sample.latent, size);
@@ -296,13 +326,17 @@ void add_generate(CLI::App& app) {
       "negative_prompt_embeds, image_embeds [tokens, image_dim] and condition [channels, T, H, W], the latents that are\n"
       "concatenated to the noise; latents.safetensors comes out. The folder also gets run.json: settings, times and\n"
       "densities of every call.\n"
-      "A model is a folder in diffusers' format, or a name that is looked up in $SCOPE_MODELS, in share/scope/models of\n"
+      "A model is a folder in diffusers' format, of a transformer or of a pipeline with its transformers and scheduler\n"
+      "(Wan2.2's two experts change places at its boundary), or a name that is looked up in $SCOPE_MODELS, in "
+      "share/scope/models of\n"
       "the installation, and in models/ of the source tree.\n\n"
       "  scope generate -o runs/dense --method dense\n"
       "  scope generate -o runs/scope --target-density 0.2 --seed 3 --example 1\n"
       "  scope generate -o runs/dense --method dense --profile-out profile.csv\n"
       "  scope generate --model Wan2.1-T2V-1.3B-Diffusers/transformer --grid 21x30x52 --condition prompt.safetensors -o "
-      "out");
+      "out\n"
+      "  scope generate --model Wan2.2-T2V-A14B-Diffusers --grid 21x45x80 --condition prompt.safetensors --guidance 4 "
+      "--guidance-2 3 -o out");
   command
       ->add_option("-o,--output", options->output,
                    "folder to write; an earlier run there is replaced, and one that holds anything else is refused")
@@ -320,9 +354,10 @@ void add_generate(CLI::App& app) {
       "share of keys that sparse calls keep: the mean of their heads, or with target_scope=head each of them");
   command->add_option("--steps", options->steps, "sampling steps; otherwise the model's, or 20")
       ->check(whole(1, kMostSamplerSteps));
-  command->add_option("--sampler", options->sampler, "euler, or unipc as diffusers runs it for Wan: of second order")
-      ->check(CLI::IsMember({"euler", "unipc"}))
-      ->capture_default_str();
+  command
+      ->add_option("--sampler", options->sampler,
+                   "euler, or unipc as diffusers runs it for Wan; otherwise that of the pipeline's scheduler, or euler")
+      ->check(CLI::IsMember({"euler", "unipc"}));
   CLI::Option* seed = command->add_option("--seed", options->seed, "names the noise; the same for every method")
                           ->check(whole(0, kMostSeed))
                           ->capture_default_str();
@@ -334,9 +369,17 @@ void add_generate(CLI::App& app) {
   command->add_option("--condition", options->condition, "prompt embeddings; otherwise the bundled examples.safetensors");
   command->add_option("--noise", options->noise, "take the tensor `noise` of this .safetensors file instead of a seed's")
       ->excludes(seed);
-  command->add_option("--shift", options->shift, "of the noise levels; the model's own, or 5")->check(above(0, 1000));
+  command->add_option("--shift", options->shift, "of the noise levels; the scheduler's or the model's own, or 5")
+      ->check(above(0, 1000));
   command->add_option("--guidance", options->guidance, "classifier-free guidance; 5 where there is a negative prompt")
       ->check(above(0, 1000));
+  command->add_option("--guidance-2", options->guidance_2, "of the second expert of Wan2.2; otherwise that of the first")
+      ->check(above(0, 1000));
+  command
+      ->add_option("--experts", options->experts,
+                   "in memory of two transformers: one, the second when its steps come, or both from the start")
+      ->check(CLI::IsMember({"one", "both"}))
+      ->capture_default_str();
   command
       ->add_option("--compute", options->compute,
                    "f32 or bf16, for linear layers and attention; f32 on the CPU, bf16 on a GPU")

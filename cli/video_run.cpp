@@ -18,7 +18,10 @@ namespace scope::cli {
 namespace fs = std::filesystem;
 
 std::string find_model_folder(const std::string& name) {
-  if (name.find('/') != std::string::npos || io::exists(name + "/config.json")) return name;
+  const auto is_model = [](const std::string& folder) {
+    return io::exists(folder + "/config.json") || io::exists(folder + "/model_index.json");
+  };
+  if (name.find('/') != std::string::npos || is_model(name)) return name;
   std::vector<std::string> places;
   // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing here changes the environment
   if (const char* set = std::getenv("SCOPE_MODELS"); set != nullptr) places.emplace_back(set);
@@ -28,7 +31,7 @@ std::string find_model_folder(const std::string& name) {
   places.emplace_back(SCOPE_SOURCE_MODELS);
   for (const std::string& place : places) {
     std::string folder = fmt::format("{}/{}", place, name);
-    if (io::exists(folder + "/config.json")) return folder;
+    if (is_model(folder)) return folder;
   }
   fail(Status::io, "--model: there is no \"{}\" in {}", name, fmt::join(places, ", "));
 }
@@ -129,10 +132,16 @@ void read_rgb_inputs(const VideoInputs& options, const std::string& folder, cons
   }
 }
 
-const Model* find_known(const std::string& name, const video::ModelConfig& config) {
+const Model* find_known(const std::string& name, const video::ModelConfig& config, bool two_experts) {
   if (name == "none") return nullptr;
   if (!name.empty()) return &find_model(name);
-  const auto fitting = fitting_models(config.layers, config.heads, config.rope);
+  auto fitting = fitting_models(config.layers, config.heads, config.rope);
+  if (two_experts) {
+    std::erase_if(fitting, [&](const Model* model) {
+      const std::string_view row = model->name;
+      return !row.starts_with("wan2.2") || row.starts_with("wan2.2-i2v") != (config.condition_channels > 0);
+    });
+  }
   if (fitting.size() == 1) return fitting[0];
   std::string names;
   for (const Model* model : fitting) names.append(names.empty() ? "" : ", ").append(model->name);

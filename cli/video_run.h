@@ -35,8 +35,9 @@ void read_rgb_inputs(const VideoInputs& options, const std::string& folder, cons
                      const video::ModelConfig& config, const std::array<int64_t, 3>& size, video::Request& request);
 
 // The row of the known models that a run takes settings from: the one of that name, or without a name the only one whose
-// layers, heads and RoPE the folder has. Null for `none`, and where none or several fit; several are listed on stdout.
-const Model* find_known(const std::string& name, const video::ModelConfig& config);
+// layers, heads and RoPE the folder has; of two experts, the row of Wan2.2 for text or for images. Null for `none`, and
+// where none or several fit; several are listed on stdout.
+const Model* find_known(const std::string& name, const video::ModelConfig& config, bool two_experts = false);
 // A line that names the row and every setting that it has for the method, as it is in the run.
 std::string known_text(const Model& model, bool named, const video::ModelConfig& config, const Settings& settings);
 // Its name and what it sets; null without one.

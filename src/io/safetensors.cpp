@@ -33,6 +33,7 @@ struct Entry {
 struct Header {
   std::map<std::string, Entry> entries;
   std::map<std::string, std::string> metadata;
+  int64_t end = 0;  // in the file: where the data begin
 };
 
 // Receives the JSON's events. It knows at each place what may come, so that nesting past three levels, long arrays and
@@ -187,7 +188,7 @@ void check_layout(const std::map<std::string, Entry>& entries, int64_t data_byte
   require(at == data_bytes, Status::format, ".safetensors: {} bytes of data, the tensors cover {}", data_bytes, at);
 }
 
-SafeTensors parse(const Source& source) {
+Header parse_header(const Source& source) {
   uint64_t length = 0;
   require(source.size >= 8, Status::format, ".safetensors: {} bytes, expected at least 8", source.size);
   source.read(0, std::as_writable_bytes(std::span(&length, 1)));
@@ -206,15 +207,20 @@ SafeTensors parse(const Source& source) {
   HeaderReader reader;
   json::sax_parse(text, &reader);
   check_layout(reader.header.entries, source.size - start);
+  reader.header.end = start;
+  return std::move(reader.header);
+}
 
+SafeTensors parse(const Source& source) {
+  Header header = parse_header(source);
   SafeTensors out;
-  out.metadata = std::move(reader.header.metadata);
-  for (auto& [name, entry] : reader.header.entries) {
+  out.metadata = std::move(header.metadata);
+  for (auto& [name, entry] : header.entries) {
     Array& array = out.tensors[name];
     array.type = entry.type;
     array.shape = std::move(entry.shape);
     array.data.resize(static_cast<size_t>(entry.offsets[1] - entry.offsets[0]));
-    source.read(start + entry.offsets[0], array.data);
+    source.read(header.end + entry.offsets[0], array.data);
   }
   return out;
 }
@@ -237,6 +243,14 @@ SafeTensors parse_safetensors(std::span<const std::byte> bytes) { return parse(m
 
 SafeTensors read_safetensors(const std::string& path) {
   return with_path(path, [&] { return parse(file_source(path)); });
+}
+
+std::map<std::string, std::vector<int64_t>> read_safetensors_shapes(const std::string& path) {
+  return with_path(path, [&] {
+    std::map<std::string, std::vector<int64_t>> shapes;
+    for (auto& [name, entry] : parse_header(file_source(path)).entries) shapes[name] = std::move(entry.shape);
+    return shapes;
+  });
 }
 
 std::string safetensors_header(const SafeTensors& file) {

@@ -22,6 +22,8 @@ struct SafeTensors {
 // Whatever is wrong with the bytes is Error(Status::format).
 SafeTensors parse_safetensors(std::span<const std::byte> bytes);
 SafeTensors read_safetensors(const std::string& path);
+// The shape of every tensor, without reading any; the file is checked as far as it can be.
+std::map<std::string, std::vector<int64_t>> read_safetensors_shapes(const std::string& path);
 
 // The same contents always give the same bytes: tensors lie in the map's order.
 void write_safetensors(const std::string& path, const SafeTensors& file);

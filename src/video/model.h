@@ -27,6 +27,7 @@ struct ModelConfig {
 
   // Tokens of a self-attention.
   int64_t tokens(const std::array<int64_t, 3>& grid) const { return grid[0] * grid[1] * grid[2] + text_tokens; }
+  bool operator==(const ModelConfig&) const = default;
 };
 
 // Encoded text and image of one guidance branch: f32 on the host.

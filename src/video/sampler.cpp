@@ -26,8 +26,14 @@ class SelfAttention {
         branches_(settings.method->shares_branches ? 1 : branches) {
     for (int64_t i = 0; i < config.layers * branches_ && plan_.state_bytes > 0; ++i) {
       state_memory_.push_back(engine.allocate(plan_.state_bytes));
-      states_.emplace_back(plan_, state_memory_.back().get());
     }
+    forget();
+  }
+
+  // Every state is as before its first call.
+  void forget() {
+    states_.clear();
+    for (const Buffer& memory : state_memory_) states_.emplace_back(plan_, memory.get());
   }
 
   CallReport run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text) {
@@ -109,25 +115,48 @@ Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& g
           .dense_queries = config.text_tokens > 0};
 }
 
+std::vector<int64_t> experts_of(const Request& request) {
+  std::vector<int64_t> experts;
+  for (const double t : noise_timesteps(request.sampler, request.steps, request.shift)) {
+    experts.push_back(t < request.boundary ? 1 : 0);
+  }
+  return experts;
+}
+
 Sample generate(const Model& model, const Request& request) {
+  return generate([&](int64_t) { return std::shared_ptr<const Model>(std::shared_ptr<void>(), &model); }, request);
+}
+
+Sample generate(const OpenModel& open, const Request& request) {
   const auto start = std::chrono::steady_clock::now();
-  const ModelConfig& config = model.config();
-  Engine& engine = model.engine();
   require(request.steps >= 1 && request.steps <= 10000, Status::invalid_argument, "steps: got {}, expected 1..10000",
           request.steps);
   require(request.shift > 0 && std::isfinite(request.shift), Status::invalid_argument, "shift: got {}, expected > 0",
           request.shift);
-  require(std::isfinite(request.guidance), Status::invalid_argument, "guidance: got {}, expected a number",
-          request.guidance);
+  for (const double guidance : {request.guidance, request.guidance_2}) {
+    require(std::isfinite(guidance), Status::invalid_argument, "guidance: got {}, expected a number", guidance);
+  }
+  const std::vector<int64_t> experts = experts_of(request);
+  std::shared_ptr<const Model> model = open(experts[0]);
+  const ModelConfig config = model->config();
+  Engine& engine = model->engine();
   for (const int64_t n : request.grid) {
     require(n >= 1 && n <= config.rope_max, Status::shape, "grid: got {}, expected 1..{} tokens along each axis",
             io::join(request.grid, "x"), config.rope_max);
   }
-  const std::unique_ptr<Pass> pass = model.start(request.grid, request.settings.method->morton);
   const auto size = latent_size(config, request.grid);
   check("noise", request.noise, config.latent_channels, size);
   check("condition", request.condition, config.condition_channels, size);
-  const int64_t branches = request.guidance == 1 ? 1 : 2;
+  const auto branches_of = [&](int64_t expert) { return guidance_of(request, expert) == 1 ? 1 : 2; };
+  const int64_t branches = std::max(branches_of(experts.front()), branches_of(experts.back()));
+  std::unique_ptr<Pass> pass;
+  const auto begin = [&](int64_t expert) {
+    pass = model->start(request.grid, request.settings.method->morton);
+    pass->add_prompt(request.prompt);
+    if (branches_of(expert) == 2) pass->add_prompt(request.negative);
+    pass->set_timesteps(noise_timesteps(request.sampler, request.steps, request.shift));
+  };
+  begin(experts[0]);
   SelfAttention attention(engine, config, request.settings, request.grid, branches);
 
   const auto bytes = static_cast<int64_t>(request.noise.size() * sizeof(float));
@@ -137,9 +166,6 @@ Sample generate(const Model& model, const Request& request) {
   const Buffer condition = engine.allocate(static_cast<int64_t>(request.condition.size() * sizeof(float)));
   engine.upload(request.noise.data(), latent.get(), bytes);
   engine.upload(request.condition.data(), condition.get(), static_cast<int64_t>(request.condition.size() * sizeof(float)));
-  pass->add_prompt(request.prompt);
-  if (branches == 2) pass->add_prompt(request.negative);
-  pass->set_timesteps(noise_timesteps(request.sampler, request.steps, request.shift));
   Stepper stepper(engine, request.sampler, request.steps, request.shift, std::ssize(request.noise));
 
   Sample sample;
@@ -150,7 +176,16 @@ Sample generate(const Model& model, const Request& request) {
   };
   const auto floats = [](const Buffer& memory) { return static_cast<float*>(memory.get()); };
   for (int64_t step = 0; step < request.steps; ++step) {
-    for (int64_t branch = 0; branch < branches; ++branch) {
+    const int64_t expert = experts[static_cast<size_t>(step)];
+    if (step > 0 && expert != experts[static_cast<size_t>(step) - 1]) {
+      engine.wait();  // before what it works on is freed, so that both are never in memory
+      pass.reset();
+      model.reset();
+      model = open(expert);
+      begin(expert);
+      attention.forget();
+    }
+    for (int64_t branch = 0; branch < branches_of(expert); ++branch) {
       const auto attend = [&](int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text) {
         if (request.wanted && request.wanted(step, layer, branch)) {
           request.watch(step, layer, branch, q.dtype, fetch(q), fetch(k), fetch(v));
@@ -161,8 +196,8 @@ Sample generate(const Model& model, const Request& request) {
       pass->forward(step, branch, floats(latent), floats(condition), attend,
                     floats(velocities[static_cast<size_t>(branch)]));
     }
-    stepper.step(step, floats(velocities[0]), branches == 1 ? nullptr : floats(velocities[1]), request.guidance,
-                 floats(latent));
+    stepper.step(step, floats(velocities[0]), branches_of(expert) == 1 ? nullptr : floats(velocities[1]),
+                 guidance_of(request, expert), floats(latent));
   }
   sample.latent.resize(request.noise.size());
   engine.download(latent.get(), sample.latent.data(), bytes);

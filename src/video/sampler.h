@@ -22,11 +22,12 @@ struct Request {
   int64_t steps = 20;
   Sampler sampler = Sampler::euler;
   double shift = 3;
-  double guidance = 1;                               // 1: the prompt alone, one pass per step
+  double boundary = 0;                               // timesteps below it are the second transformer's; 0: there is none
+  double guidance = 1, guidance_2 = 1;               // of each transformer; 1: the prompt alone, one pass per step
   Settings settings;                                 // of self-attention
   std::vector<float> noise;                          // [latent_channels, T, H, W]
   std::vector<float> condition;                      // [condition_channels, T, H, W]
-  Prompt prompt, negative;                           // the second is read when guidance is not 1
+  Prompt prompt, negative;                           // the second is read when a guidance is not 1
   std::function<void(const CallReport&)> done = {};  // after each self-attention
   // Before each self-attention, what goes in: [tokens, heads x head_dim] on the host in `dtype`; null: not wanted.
   std::function<bool(int64_t step, int64_t layer, int64_t branch)> wanted = {};
@@ -51,6 +52,16 @@ std::array<int64_t, 3> latent_size(const ModelConfig& config, const std::array<i
 // What every self-attention of a model is planned for.
 Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype);
 
-Sample generate(const Model& model, const Request& request);
+// The transformer, from 0, that runs at each step. Its guidance is that of the request.
+std::vector<int64_t> experts_of(const Request& request);
+inline double guidance_of(const Request& request, int64_t expert) {
+  return expert == 0 ? request.guidance : request.guidance_2;
+}
+
+// Gives a transformer, which is kept while its steps last: each is asked for once, after the other was let go.
+using OpenModel = std::function<std::shared_ptr<const Model>(int64_t expert)>;
+
+Sample generate(const OpenModel& open, const Request& request);
+Sample generate(const Model& model, const Request& request);  // by one transformer
 
 }  // namespace scope::video

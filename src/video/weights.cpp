@@ -37,6 +37,19 @@ void load(const Tensor& tensor, const io::Array& from, Engine& keeper, LoadedTen
   }
 }
 
+// Which file of the folder holds each tensor; empty: there is one file for all.
+std::map<std::string, std::string> read_index(const std::string& folder) {
+  const std::string path = folder + "/" + kIndex;
+  if (io::exists(folder + "/" + kWeights) || !io::exists(path)) return {};
+  return io::with_path(path, [&] { return parse_index(read_text(path)); });
+}
+
+std::set<std::string> files_of(const std::map<std::string, std::string>& index) {
+  std::set<std::string> files;
+  for (const auto& item : index) files.insert(item.second);
+  return files.empty() ? std::set<std::string>{kWeights} : files;
+}
+
 }  // namespace
 
 std::string read_text(const std::string& path) {
@@ -65,19 +78,12 @@ std::map<std::string, std::string> parse_index(std::string_view text) {
 }
 
 LoadedTensors load_tensors(const std::string& folder, const TensorList& list, Engine& engine, Engine& host) {
-  const std::string index_path = folder + "/" + kIndex;
-  std::set<std::string> files = {kWeights};
-  std::map<std::string, std::string> index;
-  if (!io::exists(folder + "/" + kWeights) && io::exists(index_path)) {
-    index = io::with_path(index_path, [&] { return parse_index(read_text(index_path)); });
-    files.clear();
-    for (const auto& item : index) files.insert(item.second);
-  }
+  const std::map<std::string, std::string> index = read_index(folder);
   std::map<std::string, const Tensor*> expected;
   for (const Tensor& tensor : list.tensors) expected[tensor.name] = &tensor;
   auto missing = expected;
   LoadedTensors loaded;
-  for (const std::string& file : files) {
+  for (const std::string& file : files_of(index)) {
     const std::string path = fmt::format("{}/{}", folder, file);
     const io::SafeTensors read = io::read_safetensors(path);
     io::with_path(path, [&] {
@@ -99,6 +105,14 @@ LoadedTensors load_tensors(const std::string& folder, const TensorList& list, En
           missing.empty() ? "" : missing.begin()->first, missing.empty() ? "" : io::join(missing.begin()->second->shape),
           missing.size() - (missing.empty() ? 0 : 1));
   return loaded;
+}
+
+std::map<std::string, std::vector<int64_t>> read_shapes(const std::string& folder) {
+  std::map<std::string, std::vector<int64_t>> shapes;
+  for (const std::string& file : files_of(read_index(folder))) {
+    shapes.merge(io::read_safetensors_shapes(fmt::format("{}/{}", folder, file)));
+  }
+  return shapes;
 }
 
 std::vector<float> to_f32(const io::Array& array) {

@@ -49,6 +49,9 @@ struct LoadedTensors {
 // or not of a float type is Error(Status::format) with its name and file; other places may be filled by then.
 LoadedTensors load_tensors(const std::string& folder, const TensorList& list, Engine& engine, Engine& host);
 
+// The shapes of all tensors in a folder's files.
+std::map<std::string, std::vector<int64_t>> read_shapes(const std::string& folder);
+
 // A float array as f32.
 std::vector<float> to_f32(const io::Array& array);
 

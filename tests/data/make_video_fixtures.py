@@ -14,6 +14,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools" / "tiny_video"), str(HERE.parent / "python" / "torch")]
 
 import video  # noqa: E402
+import wan22  # noqa: E402
 from sample import load, sample  # noqa: E402
 from test_runner import GRID, euler, inputs, make  # noqa: E402
 
@@ -30,18 +31,37 @@ STEPS, SHIFT, GUIDANCE = 2, 4.0, 3.0
 def random_model(name, config):
     folder, seed = HERE / "video" / name, len(name)
 
-    def rounded():  # to what the files hold, so that both sides compute with the same numbers
-        model = make(config, seed)
-        for p in model.parameters():
-            p.data = p.data.bfloat16().float()
-        return model
-
-    rounded().bfloat16().save_pretrained(folder, max_shard_size="15KB" if "sharded" in name else "5GB")
-    model = rounded()
+    rounded(config, seed).bfloat16().save_pretrained(folder, max_shard_size="15KB" if "sharded" in name else "5GB")
+    model = rounded(config, seed)
     given = {k: v.half() for k, v in inputs(model, seed).items()}
     out = euler(model, {k: v.float() for k, v in given.items()}, STEPS, SHIFT, GUIDANCE)[0]
     note = {"grid": "x".join(map(str, GRID)), "steps": str(STEPS), "shift": str(SHIFT), "guidance": str(GUIDANCE)}
     save_file({k: v.contiguous() for k, v in given.items()} | {"sample": out.contiguous()}, folder / "case.safetensors", note)
+
+
+def rounded(config, seed):
+    """A model with the numbers that its bf16 files hold, so that both sides compute with the same."""
+    model = make(config, seed)
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()
+    return model
+
+
+def wan22_pipeline(name, config, seed, steps, guidance, guidance_2=None, **options):
+    folder, count = HERE / "video" / name, 2 if "boundary" in options else 1
+    pipe = wan22.pipeline([rounded(config, seed + i) for i in range(count)], **options)
+    given = {k: v.half() for k, v in inputs(pipe.transformer, seed).items()}
+    sample = wan22.latents(pipe, {k: v.float() for k, v in given.items()}, steps, guidance, guidance_2)[-1][0]
+    note = dict(grid="x".join(map(str, GRID)), steps=steps, shift=wan22.SHIFT, guidance=guidance, guidance_2=guidance_2 or guidance)
+    wan22.save(wan22.pipeline([rounded(config, seed + i).bfloat16() for i in range(count)], **options), folder)
+    save_file({k: v.contiguous() for k, v in given.items()} | {"sample": sample.contiguous()}, folder / "case.safetensors",
+              {k: str(v) for k, v in note.items()})
+
+
+def wan22_pipelines():
+    eights = SMALL | dict(attention_head_dim=16, text_dim=8, ffn_dim=24)  # widths that a GPU takes
+    wan22_pipeline("wan22_t2v", eights, 11, 6, 4.0, 3.0, boundary=0.875)
+    wan22_pipeline("wan22_i2v", eights | dict(in_channels=10, num_layers=1), 21, 4, 3.5, boundary=0.9, image=True)
 
 
 def bundled_model():
@@ -89,6 +109,7 @@ if __name__ == "__main__":
     unipc_steps()
     for name, config in CASES.items():
         random_model(name, config)
+    wan22_pipelines()
     bundled_model()
     for path in (HERE / "video").rglob("*.*"):
         path.chmod(0o644)

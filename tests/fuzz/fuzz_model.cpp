@@ -1,6 +1,8 @@
-// Fuzzes the JSON of a model folder: any text is a config, an index or notes that hold together, or Error(Status::format).
+// Fuzzes the JSON of a model folder: any text is a config, an index, a scheduler or notes that hold together, or
+// Error(Status::format).
 #include <cstdlib>
 
+#include "video/folder.h"
 #include "video/media.h"
 #include "video/models/wan/layers.h"
 
@@ -32,6 +34,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     for (const auto& item : parse_index(text)) {
       if (item.second.empty() || item.second.find('/') != std::string::npos) std::abort();
     }
+  });
+  refused([&] {
+    const ModelIndex index = parse_model_index(text);
+    if (index.two_experts != (index.boundary > 0)) std::abort();
+  });
+  refused([&] {
+    if (!(parse_scheduler(text).shift > 0)) std::abort();
   });
   refused([&] {
     if (!(parse_notes(text).shift > 0)) std::abort();

@@ -129,6 +129,27 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert np.abs(got - tensors.load(case)[0]["sample"]).max() < 1e-4
     assert len(json.load(open(f"{FOLDER}/latents/run.json"))["layers"][0]) == 2 * 2, "two layers, two branches"
 
+    # A pipeline of two experts: sampler and shift are its scheduler's, one expert in memory or both give the same bits.
+    pipeline, case = f"{CASES}/wan22_t2v", f"{CASES}/wan22_t2v/case.safetensors"
+    two = ("--model", pipeline, "--grid", "3x4x5", "--condition", case, "--noise", case, "--steps", 6, "--method", "dense", "--guidance", 4, "--guidance-2", 3)
+    accept("-o", f"{FOLDER}/two", *two)
+    got = tensors.load(f"{FOLDER}/two/latents.safetensors")[0]["latents"]
+    assert np.abs(got - tensors.load(case)[0]["sample"]).max() < 1e-4
+    run = json.load(open(f"{FOLDER}/two/run.json"))
+    assert {k: run[k] for k in ("model", "sampler", "shift", "guidance", "guidance_2", "boundary", "expert_steps")} == {
+        "model": "wan22_t2v", "sampler": "unipc", "shift": 3, "guidance": 4, "guidance_2": 3, "boundary": 875, "expert_steps": [2, 4]}, run
+    accept("-o", f"{FOLDER}/both", *two, "--experts", "both")
+    assert read("two", "latents.safetensors") == read("both", "latents.safetensors")
+    accept("-o", f"{FOLDER}/euler", *two, "--sampler", "euler", "--shift", 5)
+    run = json.load(open(f"{FOLDER}/euler/run.json"))
+    assert run["sampler"] == "euler" and run["shift"] == 5 and read("two", "latents.safetensors") != read("euler", "latents.safetensors")
+    refuse(2, "--guidance-2", *two, "--model", f"{pipeline}/transformer")
+    shutil.copytree(pipeline, f"{FOLDER}/one_of_two")
+    refuse(2, "which is also --model", *two, "--model", f"{FOLDER}/one_of_two", "--profile-out", f"{FOLDER}/one_of_two/scheduler/scheduler_config.json")
+    shutil.rmtree(f"{FOLDER}/one_of_two/transformer_2")
+    refuse(3, "transformer_2", *two, "--model", f"{FOLDER}/one_of_two")
+    case = f"{CASES}/i2v_image_branch/case.safetensors"
+
     # Usage: 2.
     refuse(2, "there is no", *small, "--method", "scopee")
     refuse(2, "target_density", *small, "--target-density", "2")

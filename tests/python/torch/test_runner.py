@@ -4,6 +4,7 @@ import images
 import pytest
 import torch
 import video
+import wan22
 from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from safetensors import safe_open
 from sample import load, noise_levels, sample
@@ -110,6 +111,23 @@ def test_unipc_gives_the_samples_of_diffusers(generate, tmp_path, steps, guidanc
     ours = generate(given, *flags(tmp_path / "model", "--steps", steps, "--guidance", guidance, "--sampler", "unipc"))
     theirs = sampled(model, given, unipc_steps(steps, 4), guidance)
     assert (ours - theirs).norm() / (theirs - given["noise"]).norm() < 2e-6 * steps * guidance
+
+
+@pytest.mark.parametrize("image", (False, True))
+def test_two_experts_give_the_samples_of_diffusers(generate, tmp_path, image):
+    """Sampler and shift are the folder's; every number of steps runs other steps of each expert."""
+    config = CASES["i2v by channels" if image else "t2v"]
+    pipe = wan22.pipeline([make(config, 7), make(config, 8)], 0.9 if image else 0.875, image=image)
+    wan22.save(pipe, tmp_path / "model")
+    given = inputs(pipe.transformer, 7)
+    for steps, guidance, guidance_2 in ((1, 4.0, 3.0), (5, 4.0, 2.0), (8, 3.5, None)):
+        more = [] if guidance_2 is None else ["--guidance-2", guidance_2]
+        ours = generate(given, "--model", tmp_path / "model", "--grid", "3x4x5", "--method", "dense", "--steps", steps, "--guidance", guidance, *more)
+        theirs = wan22.latents(pipe, given, steps, guidance, guidance_2)[-1]
+        assert (ours - theirs).norm() / (theirs - given["noise"]).norm() < 2e-6 * steps * guidance, steps
+        if steps > 1:
+            other = wan22.latents(wan22.pipeline([pipe.transformer], image=image), given, steps, guidance)[-1]
+            assert (other - theirs).norm() / theirs.norm() > 0.01, "the second expert ran"
 
 
 def stored(model, folder, dtype):

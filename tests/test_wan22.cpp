@@ -1,0 +1,289 @@
+// Tests pipelines of Wan2.2: samples that diffusers made, the change of experts, and folders whose files disagree.
+#include <unistd.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "cases.h"
+#include "io/safetensors.h"
+#include "methods/methods.h"
+#include "video/folder.h"
+#include "video/sampler.h"
+#include "video/weights.h"
+
+namespace scope::video {
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::string kCases = SCOPE_REPOSITORY "/tests/data/video/";
+
+struct Case {
+  Folder folder;
+  Request request;
+  std::vector<float> sample;
+};
+
+Case read_case(const std::string& name) {
+  Case c{read_folder(kCases + name), {}, {}};
+  io::SafeTensors file = io::read_safetensors(kCases + name + "/case.safetensors");
+  const auto take = [&](const char* tensor) {
+    const auto found = file.tensors.find(tensor);
+    return found == file.tensors.end() ? std::vector<float>{} : to_f32(found->second);
+  };
+  Request& r = c.request;
+  std::sscanf(file.metadata["grid"].c_str(), "%ldx%ldx%ld", &r.grid[0], &r.grid[1], &r.grid[2]);
+  r.steps = std::stoll(file.metadata["steps"]);
+  r.sampler = c.folder.schedule->sampler;
+  r.shift = c.folder.schedule->shift;
+  r.boundary = c.folder.boundary;
+  r.guidance = std::stod(file.metadata["guidance"]);
+  r.guidance_2 = std::stod(file.metadata["guidance_2"]);
+  r.settings = find_method("dense").settings();
+  r.noise = take("noise");
+  r.condition = take("condition");
+  r.prompt.text = take("prompt_embeds");
+  r.negative.text = take("negative_prompt_embeds");
+  c.sample = take("sample");
+  return c;
+}
+
+Sample run(const Case& c, Engine& engine) {
+  return generate(
+      [&](int64_t expert) {
+        return std::shared_ptr(open_model(c.folder.transformers[static_cast<size_t>(expert)], engine));
+      },
+      c.request);
+}
+
+// |a - b| over how far the sample went from the noise.
+double distance(const std::vector<float>& a, const Case& c) {
+  double error = 0, moved = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    error += std::pow(double{a[i]} - double{c.sample[i]}, 2);
+    moved += std::pow(double{c.sample[i]} - double{c.request.noise[i]}, 2);
+  }
+  return std::sqrt(error / moved);
+}
+
+class Wan22 : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    if (test::testing_cuda() && !test::backend().present()) GTEST_SKIP() << "[GPU tests skipped]";
+  }
+};
+
+TEST_P(Wan22, SamplesOfDiffusers) {
+  const Case c = read_case(GetParam());
+  const Context cpu(2);
+  const auto steps = static_cast<double>(c.request.steps);
+  const double own = distance(run(c, *make_cpu_engine(cpu, DType::bf16)).latent, c);
+  EXPECT_LT(own, 0.05);
+  if (test::testing_cuda()) {
+    const Context gpu(ContextOptions{.backend = "cuda"});
+    EXPECT_LT(distance(run(c, *make_cuda_engine(gpu)).latent, c), 2 * own + 1e-3) << "the CPU's bf16: " << own;
+    return;
+  }
+  for (const auto& set : cpu::instruction_sets()) {
+    const Context context(2, set.name);
+    const Sample sample = run(c, *make_cpu_engine(context, DType::f32));
+    EXPECT_LT(distance(sample.latent, c), 2e-6 * steps * c.request.guidance) << set.name;
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Frozen, Wan22, testing::Values("wan22_t2v", "wan22_i2v"));
+
+TEST(Wan22OnCpu, FoldersSayWhenTheSecondExpertRuns) {
+  const Case c = read_case("wan22_t2v");
+  EXPECT_EQ(c.folder.boundary, 875);
+  EXPECT_EQ(c.folder.schedule, (Schedule{Sampler::unipc, 3}));
+  // diffusers: the first expert at and above the boundary.
+  const auto timesteps = noise_timesteps(Sampler::unipc, c.request.steps, 3);
+  const auto experts = experts_of(c.request);
+  for (size_t i = 0; i < experts.size(); ++i) EXPECT_EQ(experts[i], timesteps[i] >= 875 ? 0 : 1) << timesteps[i];
+  EXPECT_EQ(experts.front(), 0);
+  EXPECT_EQ(experts.back(), 1);
+  Request at = c.request;
+  at.boundary = timesteps[2];
+  EXPECT_EQ(experts_of(at)[2], 0);
+  EXPECT_EQ(experts_of(at)[3], 1);
+  // A transformer's folder alone has neither an expert beside it nor a schedule.
+  const Folder alone = read_folder(kCases + "wan22_t2v/transformer");
+  EXPECT_EQ(alone.transformers.size(), 1u);
+  EXPECT_FALSE(alone.schedule);
+}
+
+TEST(Wan22OnCpu, OneExpertIsInMemoryAtATime) {
+  const Case c = read_case("wan22_t2v");
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  std::vector<int64_t> opened;
+  std::weak_ptr<const Model> last;
+  generate(
+      [&](int64_t expert) {
+        EXPECT_TRUE(last.expired()) << "the other is let go first";
+        opened.push_back(expert);
+        std::shared_ptr<const Model> model = open_model(c.folder.transformers[static_cast<size_t>(expert)], *engine);
+        last = model;
+        return model;
+      },
+      c.request);
+  EXPECT_EQ(opened, (std::vector<int64_t>{0, 1}));
+}
+
+TEST(Wan22OnCpu, EveryExpertStartsWithItsOwnStates) {
+  Case c = read_case("wan22_t2v");
+  c.request.steps = 12;
+  c.request.settings = find_method("scope").settings();
+  c.request.settings.groups = c.request.settings.codes = 4;
+  c.request.settings.dense_layers = 0;
+  c.request.settings.dense_steps = 0.1;  // of 12: 1
+  const auto experts = experts_of(c.request);
+  const int64_t change = std::find(experts.begin(), experts.end(), 1) - experts.begin();
+  ASSERT_GT(change, 2);
+  ASSERT_LT(change, 11);
+  const Context context(1);
+  const Sample sample = run(c, *make_cpu_engine(context, DType::f32));
+  EXPECT_EQ(std::ssize(sample.calls), 12 * 2 * 2);
+  for (const CallReport& call : sample.calls) {
+    // Steps are those of the whole schedule: the second expert has no dense start of its own.
+    EXPECT_EQ(call.stats.reason, call.step < 1 ? Reason::dense_step : Reason::sparse) << call.step;
+    EXPECT_EQ(call.stats.warm, call.step > 1 && call.step != change) << "step " << call.step << ", layer " << call.layer;
+  }
+}
+
+TEST(Wan22OnCpu, GuidanceOfEachExpert) {
+  Case c = read_case("wan22_t2v");
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  const auto experts = experts_of(c.request);
+  const int64_t first = std::count(experts.begin(), experts.end(), 0), second = c.request.steps - first;
+  c.request.guidance_2 = 1;
+  EXPECT_EQ(std::ssize(run(c, *engine).calls), 2 * (2 * first + second)) << "one pass where guidance is 1";
+  c.request.guidance = 1;
+  c.request.guidance_2 = 3;
+  EXPECT_EQ(std::ssize(run(c, *engine).calls), 2 * (first + 2 * second));
+}
+
+std::string refusal(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), Status::format) << error.what();
+    return error.what();
+  }
+  return "nothing";
+}
+
+TEST(Wan22OnCpu, IndexesThatAreRefused) {
+  const std::string both = R"("transformer": ["diffusers", "A"], "transformer_2": ["diffusers", "A"])";
+  EXPECT_EQ(parse_model_index("{" + both + R"(, "boundary_ratio": 0.9, "vae": [null, null], "_class_name": "X"})"),
+            (ModelIndex{true, 0.9}));
+  EXPECT_EQ(
+      parse_model_index(R"({"transformer": ["diffusers", "A"], "transformer_2": [null, null], "boundary_ratio": null})"),
+      ModelIndex{});
+  const std::vector<std::pair<std::string, std::string>> bad = {
+      {"{" + both + "}", "transformer_2: there is no boundary_ratio"},
+      {R"({"transformer": ["diffusers", "A"], "boundary_ratio": 0.9})", "boundary_ratio: there is no transformer_2"},
+      {R"({"transformer": [null, null], "transformer_2": ["diffusers", "A"], "boundary_ratio": 0.9})",
+       "transformer: got nothing, and transformer_2 alone lacks the noisy steps"},
+      {R"({"transformer_2": [null, null]})", "transformer: got nothing, expected the component"},
+      {"{" + both + R"(, "boundary_ratio": 1.5})", "boundary_ratio: got 1.5, expected a number between 0 and 1"},
+      {"{" + both + R"(, "boundary_ratio": 0.9, "is_causal": true})", "'is_causal': unknown key"},
+      {"[]", "not a JSON object"}};
+  for (const auto& [text, words] : bad) {
+    const std::string said = refusal([&, &text = text] { parse_model_index(text); });
+    EXPECT_NE(said.find(words), std::string::npos) << said;
+  }
+}
+
+TEST(Wan22OnCpu, SchedulersThatAreRefused) {
+  const std::string unipc = R"({"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction")";
+  EXPECT_EQ(parse_scheduler(unipc + R"(, "use_flow_sigmas": true, "flow_shift": 5.0, "beta_end": 0.02})"),
+            (Schedule{Sampler::unipc, 5}));
+  EXPECT_EQ(parse_scheduler(R"({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 7})"),
+            (Schedule{Sampler::euler, 7}));
+  const std::vector<std::pair<std::string, std::string>> bad = {
+      {unipc + "}", "use_flow_sigmas: got nothing"},
+      {unipc + R"(, "use_flow_sigmas": false})", "use_flow_sigmas: got false, expected true"},
+      {unipc + R"(, "use_flow_sigmas": true, "solver_order": 3})", "solver_order: got 3, expected 2"},
+      {unipc + R"(, "use_flow_sigmas": true, "disable_corrector": [0]})", "disable_corrector: got [0], expected []"},
+      {unipc + R"(, "use_flow_sigmas": true, "novel": 1})", "'novel': unknown key"},
+      {unipc + R"(, "use_flow_sigmas": true, "flow_shift": -1})", "flow_shift: got -1"},
+      {R"({"_class_name": "FlowMatchEulerDiscreteScheduler", "stochastic_sampling": true})",
+       "stochastic_sampling: got true"},
+      {R"({"_class_name": "DDIMScheduler"})", "_class_name: got \"DDIMScheduler\", expected"}};
+  for (const auto& [text, words] : bad) {
+    const std::string said = refusal([&, &text = text] { parse_scheduler(text); });
+    EXPECT_NE(said.find(words), std::string::npos) << said;
+  }
+}
+
+// A copy of a frozen pipeline, for a test to spoil.
+class SpoiledOnCpu : public testing::Test {
+ protected:
+  void SetUp() override {
+    fs::remove_all(folder_);
+    fs::copy(kCases + "wan22_t2v", folder_, fs::copy_options::recursive);
+    fs::permissions(folder_, fs::perms::owner_all, fs::perm_options::add);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  void edit(const std::string& file, const std::function<void(nlohmann::json&)>& change) const {
+    nlohmann::json json = nlohmann::json::parse(std::ifstream(folder_ + file));
+    change(json);
+    std::ofstream(folder_ + file) << json;
+  }
+  std::string said() const {
+    return refusal([&] { read_folder(folder_); });
+  }
+
+  const std::string folder_ = fs::temp_directory_path() / fmt::format("scope_wan22_{}", ::getpid());
+  const std::string weights_ = "/diffusion_pytorch_model.safetensors";
+};
+
+TEST_F(SpoiledOnCpu, ExpertsThatDisagree) {
+  edit("/transformer_2/config.json", [](auto& json) { json["num_layers"] = 1; });
+  EXPECT_NE(said().find("expected two experts of one shape"), std::string::npos) << said();
+  edit("/transformer_2/config.json", [](auto& json) { json["num_layers"] = 2; });
+  EXPECT_EQ(said(), "nothing");
+
+  io::SafeTensors file = io::read_safetensors(folder_ + "/transformer_2" + weights_);
+  const io::SafeTensors whole = file;
+  file.tensors.erase("proj_out.bias");
+  io::write_safetensors(folder_ + "/transformer_2" + weights_, file);
+  EXPECT_NE(said().find("transformer_2: tensor 'proj_out.bias' is missing"), std::string::npos) << said();
+  file = whole;
+  file.tensors["proj_out.bias"].shape = {1, 16};
+  io::write_safetensors(folder_ + "/transformer_2" + weights_, file);
+  EXPECT_NE(said().find("tensor 'proj_out.bias' has shape [1, 16], and [16] in"), std::string::npos) << said();
+  file = whole;
+  file.tensors["more"] = whole.tensors.at("proj_out.bias");
+  io::write_safetensors(folder_ + "/transformer_2" + weights_, file);
+  EXPECT_NE(said().find("tensor 'more' is not in"), std::string::npos) << said();
+  io::write_safetensors(folder_ + "/transformer_2" + weights_, whole);
+  fs::resize_file(folder_ + "/transformer_2" + weights_, 40000);
+  EXPECT_NE(said().find("diffusion_pytorch_model.safetensors: tensor"), std::string::npos) << said();
+}
+
+TEST_F(SpoiledOnCpu, ExpertsThatChangedPlaces) {
+  edit("/transformer/config.json", [](auto& json) { json["_name_or_path"] = "hub/Wan2.2/transformer_2"; });
+  EXPECT_EQ(said(), "nothing") << "one origin alone proves nothing";
+  edit("/transformer_2/config.json", [](auto& json) { json["_name_or_path"] = "hub/Wan2.2/transformer"; });
+  EXPECT_NE(said().find("expected them the other way round"), std::string::npos) << said();
+}
+
+TEST_F(SpoiledOnCpu, ExpertsThatAreMissing) {
+  fs::remove_all(folder_ + "/transformer_2");
+  try {
+    read_folder(folder_);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), Status::io);
+    EXPECT_NE(std::string(error.what()).find("transformer_2/config.json"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace scope::video
