@@ -39,7 +39,7 @@ struct GenerateOptions : VideoInputs {
 };
 
 void read_inputs(const GenerateOptions& options, const std::string& path, const video::ModelConfig& config,
-                 const std::array<int64_t, 3>& size, video::Request& request) {
+                 bool keeps_first_frame, const std::array<int64_t, 3>& size, video::Request& request) {
   require(!path.empty(), Status::invalid_argument,
           "--condition: this model needs a .safetensors file with prompt_embeds and what else --help lists");
   require(options.image.empty(), Status::invalid_argument,
@@ -68,6 +68,10 @@ void read_inputs(const GenerateOptions& options, const std::string& path, const 
   if (config.condition_channels > 0) {
     request.condition =
         take_floats(path, file, "condition", {config.condition_channels, size[0], size[1], size[2]}, options.example);
+  }
+  if (keeps_first_frame && file.tensors.contains("condition")) {
+    request.first_frame =
+        take_floats(path, file, "condition", {config.latent_channels, 1, size[1], size[2]}, options.example);
   }
 }
 
@@ -219,7 +223,7 @@ void run(const GenerateOptions& options) {
     read_rgb_inputs(options, first_transformer, notes, config, size, request);
     require(request.guidance == 1, Status::invalid_argument, "--guidance: this model was trained without");
   } else {
-    read_inputs(options, options.condition, config, size, request);
+    read_inputs(options, options.condition, config, folder.keeps_first_frame, size, request);
   }
   const std::vector<int64_t> latent_shape{config.latent_channels, size[0], size[1], size[2]};
   if (options.noise.empty()) {
@@ -324,12 +328,11 @@ void add_generate(CLI::App& app) {
       "and\n"
       "a VAE made: --condition holds prompt_embeds [tokens, text_dim] and, where the model needs them,\n"
       "negative_prompt_embeds, image_embeds [tokens, image_dim] and condition [channels, T, H, W], the latents that are\n"
-      "concatenated to the noise; latents.safetensors comes out. The folder also gets run.json: settings, times and\n"
-      "densities of every call.\n"
-      "A model is a folder in diffusers' format, of a transformer or of a pipeline with its transformers and scheduler\n"
-      "(Wan2.2's two experts change places at its boundary), or a name that is looked up in $SCOPE_MODELS, in "
-      "share/scope/models of\n"
-      "the installation, and in models/ of the source tree.\n\n"
+      "concatenated to the noise, or for TI2V that of the first frame; latents.safetensors comes out. The folder also\n"
+      "gets run.json: settings, times and densities of every call.\n"
+      "A model is a folder in diffusers' format, of a transformer or of a pipeline with transformers and scheduler (of\n"
+      "Wan2.2's two experts the second takes over at the boundary), or a name that is looked up in $SCOPE_MODELS, in\n"
+      "share/scope/models of the installation, and in models/ of the source tree.\n\n"
       "  scope generate -o runs/dense --method dense\n"
       "  scope generate -o runs/scope --target-density 0.2 --seed 3 --example 1\n"
       "  scope generate -o runs/dense --method dense --profile-out profile.csv\n"

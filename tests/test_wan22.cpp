@@ -43,7 +43,7 @@ Case read_case(const std::string& name) {
   r.guidance_2 = std::stod(file.metadata["guidance_2"]);
   r.settings = find_method("dense").settings();
   r.noise = take("noise");
-  r.condition = take("condition");
+  (c.folder.keeps_first_frame ? r.first_frame : r.condition) = take("condition");
   r.prompt.text = take("prompt_embeds");
   r.negative.text = take("negative_prompt_embeds");
   c.sample = take("sample");
@@ -92,7 +92,37 @@ TEST_P(Wan22, SamplesOfDiffusers) {
     EXPECT_LT(distance(sample.latent, c), 2e-6 * steps * c.request.guidance) << set.name;
   }
 }
-INSTANTIATE_TEST_SUITE_P(Frozen, Wan22, testing::Values("wan22_t2v", "wan22_i2v"));
+INSTANTIATE_TEST_SUITE_P(Frozen, Wan22, testing::Values("wan22_t2v", "wan22_i2v", "wan22_ti2v"));
+
+TEST(Wan22OnCpu, FirstFrameStaysInEveryOrderOfTokens) {
+  Case c = read_case("wan22_ti2v");
+  ASSERT_TRUE(c.folder.keeps_first_frame);
+  const Context context(2);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  Method morton = find_method("dense");
+  morton.morton = true;
+  const auto raster = run(c, *engine).latent;
+  c.request.settings.method = &morton;
+  const auto other = run(c, *engine).latent;
+  EXPECT_NE(raster, other) << "sums run in another order";
+  EXPECT_LT(distance(other, c), 2e-6 * 3 * c.request.guidance);
+  const int64_t frame = std::ssize(c.request.first_frame) / 4, volume = std::ssize(raster) / 4;
+  for (int64_t channel = 0; channel < 4; ++channel) {
+    const auto from = c.request.first_frame.begin() + channel * frame;
+    EXPECT_TRUE(std::equal(from, from + frame, raster.begin() + channel * volume)) << channel;
+  }
+  // A video of one frame is that frame.
+  c.request.settings = find_method("dense").settings();
+  c.request.grid[0] = 1;
+  c.request.noise.assign(c.request.first_frame.size(), 1.0f);
+  EXPECT_EQ(run(c, *engine).latent, c.request.first_frame);
+  // Without it the same model makes a video from text.
+  c = read_case("wan22_ti2v");
+  c.request.first_frame.clear();
+  EXPECT_GT(distance(run(c, *engine).latent, c), 0.01);
+  c.request.first_frame = {1, 2, 3};
+  EXPECT_THROW(run(c, *engine), Error);
+}
 
 TEST(Wan22OnCpu, FoldersSayWhenTheSecondExpertRuns) {
   const Case c = read_case("wan22_t2v");
@@ -179,7 +209,9 @@ std::string refusal(const std::function<void()>& body) {
 TEST(Wan22OnCpu, IndexesThatAreRefused) {
   const std::string both = R"("transformer": ["diffusers", "A"], "transformer_2": ["diffusers", "A"])";
   EXPECT_EQ(parse_model_index("{" + both + R"(, "boundary_ratio": 0.9, "vae": [null, null], "_class_name": "X"})"),
-            (ModelIndex{true, 0.9}));
+            (ModelIndex{true, 0.9, false}));
+  EXPECT_EQ(parse_model_index(R"({"transformer": ["diffusers", "A"], "expand_timesteps": true})"),
+            (ModelIndex{false, 0, true}));
   EXPECT_EQ(
       parse_model_index(R"({"transformer": ["diffusers", "A"], "transformer_2": [null, null], "boundary_ratio": null})"),
       ModelIndex{});
@@ -191,6 +223,7 @@ TEST(Wan22OnCpu, IndexesThatAreRefused) {
       {R"({"transformer_2": [null, null]})", "transformer: got nothing, expected the component"},
       {"{" + both + R"(, "boundary_ratio": 1.5})", "boundary_ratio: got 1.5, expected a number between 0 and 1"},
       {"{" + both + R"(, "boundary_ratio": 0.9, "is_causal": true})", "'is_causal': unknown key"},
+      {R"({"transformer": ["diffusers", "A"], "expand_timesteps": 1})", "expand_timesteps: got 1, expected true or false"},
       {"[]", "not a JSON object"}};
   for (const auto& [text, words] : bad) {
     const std::string said = refusal([&, &text = text] { parse_model_index(text); });
@@ -272,6 +305,13 @@ TEST_F(SpoiledOnCpu, ExpertsThatChangedPlaces) {
   EXPECT_EQ(said(), "nothing") << "one origin alone proves nothing";
   edit("/transformer_2/config.json", [](auto& json) { json["_name_or_path"] = "hub/Wan2.2/transformer"; });
   EXPECT_NE(said().find("expected them the other way round"), std::string::npos) << said();
+}
+
+TEST_F(SpoiledOnCpu, TimestepsPerTokenBesideConcatenatedChannels) {
+  fs::remove_all(folder_);
+  fs::copy(kCases + "wan22_i2v", folder_, fs::copy_options::recursive);
+  edit("/model_index.json", [](auto& json) { json["expand_timesteps"] = true; });
+  EXPECT_NE(said().find("and this one has 6"), std::string::npos) << said();
 }
 
 TEST_F(SpoiledOnCpu, ExpertsThatAreMissing) {

@@ -142,7 +142,8 @@ ModelIndex parse_model_index(std::string_view text) {
               "boundary_ratio: got {}, expected a number between 0 and 1", shown(value));
       out.boundary = value.get<double>();
     } else if (item.key() == "expand_timesteps") {
-      require(value == false, Status::format, "expand_timesteps: got {}, expected false", shown(value));
+      require(value.is_boolean(), Status::format, "expand_timesteps: got {}, expected true or false", shown(value));
+      out.expand_timesteps = value.get<bool>();
     } else {
       fail(Status::format, "'{}': unknown key, and it may change the pipeline", io::printable(item.key()));
     }
@@ -154,7 +155,7 @@ ModelIndex parse_model_index(std::string_view text) {
 }
 
 Folder read_folder(const std::string& folder) {
-  Folder out{{folder}, 0, {}};
+  Folder out{{folder}, 0, false, {}};
   const std::string index_path = folder + "/model_index.json";
   if (!io::exists(index_path)) return out;
   const ModelIndex index = io::with_path(index_path, [&] { return parse_model_index(read_text(index_path)); });
@@ -164,6 +165,10 @@ Folder read_folder(const std::string& folder) {
     out.transformers.push_back(folder + "/transformer_2");
     check_experts(out.transformers[0], out.transformers[1]);
   }
+  out.keeps_first_frame = index.expand_timesteps;
+  require(!out.keeps_first_frame || read_model_config(out.transformers[0]).condition_channels == 0, Status::format,
+          "{}: expand_timesteps is for a transformer without channels beside the latent's, and this one has {}", folder,
+          read_model_config(out.transformers[0]).condition_channels);
   const std::string scheduler = folder + "/scheduler/scheduler_config.json";
   if (io::exists(scheduler)) {
     out.schedule = io::with_path(scheduler, [&] { return parse_scheduler(read_text(scheduler)); });

@@ -22,12 +22,14 @@ struct Schedule {
 struct ModelIndex {
   bool two_experts = false;
   double boundary = 0;  // the share of 1000 below which the second expert's timesteps lie; 0: there is one expert
+  bool expand_timesteps = false;
   bool operator==(const ModelIndex&) const = default;
 };
 
 struct Folder {
   std::vector<std::string> transformers;  // folders of their own: the first takes the noisy steps
   double boundary = 0;                    // timesteps below it are the second's; 0: there is none
+  bool keeps_first_frame = false;         // it may be given, and stays as it is
   std::optional<Schedule> schedule;       // empty: the folder says nothing of it
 };
 

@@ -56,6 +56,8 @@ class Pass {
   // Both before the first `forward`. Branches are counted in the order of their prompts.
   virtual void add_prompt(const Prompt& prompt) = 0;
   virtual void set_timesteps(std::span<const double> timesteps) = 0;  // of every step, in 0..1000
+  // Before them: what stands in the first frame of a latent is no noise, and its tokens have timestep 0 at every step.
+  virtual void keep_first_frame() { fail(Status::unsupported, "first frame: this model keeps none"); }
 
   // latent [latent_channels, T, H, W] and condition [condition_channels, T, H, W] -> velocity, like latent; all f32 in the
   // engine's memory.

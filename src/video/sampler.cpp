@@ -147,6 +147,7 @@ Sample generate(const OpenModel& open, const Request& request) {
   const auto size = latent_size(config, request.grid);
   check("noise", request.noise, config.latent_channels, size);
   check("condition", request.condition, config.condition_channels, size);
+  if (!request.first_frame.empty()) check("first frame", request.first_frame, config.latent_channels, {1, size[1], size[2]});
   const auto branches_of = [&](int64_t expert) { return guidance_of(request, expert) == 1 ? 1 : 2; };
   const int64_t branches = std::max(branches_of(experts.front()), branches_of(experts.back()));
   std::unique_ptr<Pass> pass;
@@ -154,6 +155,7 @@ Sample generate(const OpenModel& open, const Request& request) {
     pass = model->start(request.grid, request.settings.method->morton);
     pass->add_prompt(request.prompt);
     if (branches_of(expert) == 2) pass->add_prompt(request.negative);
+    if (!request.first_frame.empty()) pass->keep_first_frame();
     pass->set_timesteps(noise_timesteps(request.sampler, request.steps, request.shift));
   };
   begin(experts[0]);
@@ -175,6 +177,15 @@ Sample generate(const OpenModel& open, const Request& request) {
     return host;
   };
   const auto floats = [](const Buffer& memory) { return static_cast<float*>(memory.get()); };
+  // A step moves the first frame too, which nothing else depends on.
+  const auto restore_first_frame = [&] {
+    const int64_t frame = size[1] * size[2];
+    for (int64_t c = 0; !request.first_frame.empty() && c < config.latent_channels; ++c) {
+      engine.upload(request.first_frame.data() + c * frame, floats(latent) + c * size[0] * frame,
+                    frame * static_cast<int64_t>(sizeof(float)));
+    }
+  };
+  restore_first_frame();
   for (int64_t step = 0; step < request.steps; ++step) {
     const int64_t expert = experts[static_cast<size_t>(step)];
     if (step > 0 && expert != experts[static_cast<size_t>(step) - 1]) {
@@ -198,6 +209,7 @@ Sample generate(const OpenModel& open, const Request& request) {
     }
     stepper.step(step, floats(velocities[0]), branches_of(expert) == 1 ? nullptr : floats(velocities[1]),
                  guidance_of(request, expert), floats(latent));
+    restore_first_frame();
   }
   sample.latent.resize(request.noise.size());
   engine.download(latent.get(), sample.latent.data(), bytes);

@@ -27,6 +27,7 @@ struct Request {
   Settings settings;                                 // of self-attention
   std::vector<float> noise;                          // [latent_channels, T, H, W]
   std::vector<float> condition;                      // [condition_channels, T, H, W]
+  std::vector<float> first_frame;                    // [latent_channels, 1, H, W] of the sample; empty: it is made too
   Prompt prompt, negative;                           // the second is read when a guidance is not 1
   std::function<void(const CallReport&)> done = {};  // after each self-attention
   // Before each self-attention, what goes in: [tokens, heads x head_dim] on the host in `dtype`; null: not wanted.

@@ -51,6 +51,8 @@ def wan22_pipeline(name, config, seed, steps, guidance, guidance_2=None, **optio
     folder, count = HERE / "video" / name, 2 if "boundary" in options else 1
     pipe = wan22.pipeline([rounded(config, seed + i) for i in range(count)], **options)
     given = {k: v.half() for k, v in inputs(pipe.transformer, seed).items()}
+    if options.get("expand"):
+        given["condition"] = given["noise"][:, :1].flip(-1)
     sample = wan22.latents(pipe, {k: v.float() for k, v in given.items()}, steps, guidance, guidance_2)[-1][0]
     note = dict(grid="x".join(map(str, GRID)), steps=steps, shift=wan22.SHIFT, guidance=guidance, guidance_2=guidance_2 or guidance)
     wan22.save(wan22.pipeline([rounded(config, seed + i).bfloat16() for i in range(count)], **options), folder)
@@ -62,6 +64,7 @@ def wan22_pipelines():
     eights = SMALL | dict(attention_head_dim=16, text_dim=8, ffn_dim=24)  # widths that a GPU takes
     wan22_pipeline("wan22_t2v", eights, 11, 6, 4.0, 3.0, boundary=0.875)
     wan22_pipeline("wan22_i2v", eights | dict(in_channels=10, num_layers=1), 21, 4, 3.5, boundary=0.9, image=True)
+    wan22_pipeline("wan22_ti2v", eights, 31, 3, 5.0, expand=True, image=True)
 
 
 def bundled_model():

@@ -130,6 +130,22 @@ def test_two_experts_give_the_samples_of_diffusers(generate, tmp_path, image):
             assert (other - theirs).norm() / theirs.norm() > 0.01, "the second expert ran"
 
 
+@pytest.mark.parametrize("image", (False, True))
+def test_timesteps_per_token_give_the_samples_of_diffusers(generate, tmp_path, image):
+    pipe = wan22.pipeline([make({}, 9)], expand=True, image=image)
+    wan22.save(pipe, tmp_path / "model")
+    given = inputs(pipe.transformer, 9)
+    if image:
+        given["condition"] = torch.randn(5, 1, *given["noise"].shape[2:])
+    for steps, guidance in ((1, 1.0), (4, 5.0)):
+        theirs = wan22.latents(pipe, given, steps, guidance)[-1]
+        # In Morton order the first frame is in many places.
+        for method in ("dense", "sol:dense_steps=1"):
+            ours = generate(given, "--model", tmp_path / "model", "--grid", "3x4x5", "--method", method, "--steps", steps, "--guidance", guidance)
+            assert (ours - theirs).norm() / (theirs - given["noise"]).norm() < 2e-6 * steps * guidance, (steps, method)
+            assert not image or torch.equal(ours[0, :, :1], given["condition"])
+
+
 def stored(model, folder, dtype):
     """The model as diffusers loads it: time embedding, rotation and norms stay f32 in a bf16 model."""
     return WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype).eval()

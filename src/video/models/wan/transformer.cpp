@@ -54,11 +54,18 @@ struct Text {
   Buffer workspace, keys;
 };
 
+// Tokens that follow one another and share an embedding of time.
+struct Run {
+  int64_t first, count;
+  bool still;  // of the first frame, at timestep 0
+};
+
 class WanPass final : public Pass {
  public:
   WanPass(const Transformer& model, const std::array<int64_t, 3>& grid, bool morton);
   void add_prompt(const Prompt& prompt) override { texts_.push_back(embed(prompt)); }
-  void set_timesteps(std::span<const double> timesteps) override { time_ = model_.embed_time(timesteps); }
+  void set_timesteps(std::span<const double> timesteps) override;
+  void keep_first_frame() override;
   void forward(int64_t step, int64_t branch, const float* latent, const float* condition, const Attend& attend,
                float* velocity) override;
 
@@ -66,6 +73,18 @@ class WanPass final : public Pass {
   Matrix matrix(const Buffer& memory, DType dtype, int64_t columns) const {
     return {memory.get(), dtype, grid_.tokens(), columns};
   }
+  Matrix rows(Matrix x, const Run& run) const {
+    const int64_t skipped = run.first * x.columns * dtype_bytes(x.dtype);
+    return {static_cast<std::byte*>(x.data) + skipped, x.dtype, run.count, x.columns};
+  }
+  // Rows of the modulation, for a run's embedding of time.
+  float* modulation(const Run& run, int64_t row) const {
+    return floats(modulation_) + ((run.still ? 6 : 0) + row) * config_.dim();
+  }
+  // Rows of `table` and of the embeddings of time from `row` on: [count, dim] each, and 1 more in those of `plus_one`.
+  void modulate(const float* table, int64_t step, int64_t row, int64_t count, uint32_t plus_one, int64_t to);
+  void modulated_norm(int64_t shift_row);      // of the residual stream; the scale is the row behind the shift's
+  void gated_add(Matrix y, int64_t gate_row);  // to the residual stream
   Text embed(const Prompt& prompt) const;
   void self_attention(const Attention& layer, int64_t index, const Attend& attend);
   void cross_attention(const Attention& layer, const Text& text);
@@ -76,14 +95,18 @@ class WanPass final : public Pass {
   const Config& config_;
   PatchGrid grid_;
   std::vector<Text> texts_;  // of each branch
-  Buffer time_;              // see embed_time
-  Buffer hidden_;            // f32: the residual stream
-  Buffer normed_;            // activation: what a linear layer reads
-  Buffer wide_;              // activation: what it writes, ffn_dim wide; patches in and out
-  Buffer q_, k_, v_;         // attention
-  Buffer rotation_;          // [tokens, 2, head_dim / 2]
-  Buffer modulation_;        // [6, dim]
-  Buffer places_;            // of grid_, in Morton order
+  bool keeps_first_frame_ = false;
+  std::vector<Run> runs_;  // of all tokens
+  int64_t steps_ = 0;
+  Buffer time_;        // see embed_time; behind the steps', with a first frame that is kept, that of timestep 0
+  Buffer hidden_;      // f32: the residual stream
+  Buffer normed_;      // activation: what a linear layer reads
+  Buffer wide_;        // activation: what it writes, ffn_dim wide; patches in and out
+  Buffer q_, k_, v_;   // attention
+  Buffer rotation_;    // [tokens, 2, head_dim / 2]
+  Buffer modulation_;  // [6, dim], and of the first frame where it is kept
+  std::vector<int32_t> places_on_host_;
+  Buffer places_;  // of grid_, in Morton order
 };
 
 WanPass::WanPass(const Transformer& model, const std::array<int64_t, 3>& grid, bool morton)
@@ -99,16 +122,63 @@ WanPass::WanPass(const Transformer& model, const std::array<int64_t, 3>& grid, b
   wide_ = allocate(std::max({std::max({dim, config_.ffn_dim, config_.in_channels * grid_.patch()}) * act,
                              config_.out_channels * grid_.patch() * 4}));
   for (Buffer* buffer : {&q_, &k_, &v_}) *buffer = allocate(dim * dtype_bytes(engine_.attention));
-  std::vector<int32_t> places;
   if (morton) {
-    places = morton_places(grid);
-    const auto bytes = static_cast<int64_t>(places.size() * sizeof(int32_t));
+    places_on_host_ = morton_places(grid);
+    const auto bytes = static_cast<int64_t>(places_on_host_.size() * sizeof(int32_t));
     places_ = engine_.allocate(bytes);
-    engine_.upload(places.data(), places_.get(), bytes);
+    engine_.upload(places_on_host_.data(), places_.get(), bytes);
     grid_.places = static_cast<const int32_t*>(places_.get());
   }
-  rotation_ = uploaded(engine_, make_rotation(config_, grid_, places));
-  modulation_ = engine_.allocate(6 * dim * 4);
+  rotation_ = uploaded(engine_, make_rotation(config_, grid_, places_on_host_));
+  runs_ = {{0, grid_.tokens(), false}};
+  modulation_ = engine_.allocate(2 * 6 * dim * 4);
+}
+
+void WanPass::keep_first_frame() {
+  require(config_.patch[0] == 1, Status::unsupported, "first frame: a token of this model is {} frames of the latent",
+          config_.patch[0]);
+  std::vector<bool> still(static_cast<size_t>(grid_.tokens()));
+  for (int64_t patch = 0; patch < grid_.h * grid_.w; ++patch) {
+    still[static_cast<size_t>(places_on_host_.empty() ? patch : places_on_host_[static_cast<size_t>(patch)])] = true;
+  }
+  keeps_first_frame_ = true;
+  runs_.clear();
+  for (int64_t token = 0; token < grid_.tokens(); ++token) {
+    const bool now = still[static_cast<size_t>(token)];
+    if (runs_.empty() || runs_.back().still != now) runs_.push_back({token, 0, now});
+    ++runs_.back().count;
+  }
+}
+
+void WanPass::set_timesteps(std::span<const double> timesteps) {
+  std::vector<double> all(timesteps.begin(), timesteps.end());
+  steps_ = std::ssize(all);
+  all.push_back(0);
+  time_ = model_.embed_time(all);
+}
+
+void WanPass::modulate(const float* table, int64_t step, int64_t row, int64_t count, uint32_t plus_one, int64_t to) {
+  const int64_t dim = config_.dim();
+  for (const bool still : {false, true}) {
+    if (still && !keeps_first_frame_) continue;
+    engine_.modulation(table, floats(time_) + ((still ? steps_ : step) * 7 + row) * dim, count, dim, plus_one,
+                       modulation({0, 0, still}, to));
+  }
+}
+
+void WanPass::modulated_norm(int64_t shift_row) {
+  const Matrix hidden = matrix(hidden_, DType::f32, config_.dim()),
+               normed = matrix(normed_, engine_.activation, config_.dim());
+  for (const Run& run : runs_) {
+    engine_.layer_norm(rows(hidden, run), modulation(run, shift_row + 1), modulation(run, shift_row),
+                       static_cast<float>(config_.eps), rows(normed, run));
+  }
+}
+
+void WanPass::gated_add(Matrix y, int64_t gate_row) {
+  for (const Run& run : runs_) {
+    engine_.add(rows(matrix(hidden_, DType::f32, config_.dim()), run), rows(y, run), modulation(run, gate_row));
+  }
 }
 
 Text WanPass::embed(const Prompt& prompt) const {
@@ -196,12 +266,10 @@ void WanPass::attend_all(const Plan& plan, const Text& text, Matrix q, Matrix k,
 void WanPass::self_attention(const Attention& layer, int64_t index, const Attend& attend) {
   const int64_t dim = config_.dim();
   const auto eps = static_cast<float>(config_.eps);
-  const Matrix hidden = matrix(hidden_, DType::f32, dim), normed = matrix(normed_, engine_.activation, dim);
-  const Matrix raw = matrix(wide_, engine_.activation, dim);
+  const Matrix normed = matrix(normed_, engine_.activation, dim), raw = matrix(wide_, engine_.activation, dim);
   const Matrix q = matrix(q_, engine_.attention, dim), k = matrix(k_, engine_.attention, dim);
   const Matrix v = matrix(v_, engine_.attention, dim);
-  const float* modulation = floats(modulation_);
-  engine_.layer_norm(hidden, modulation + dim, modulation, eps, normed);
+  modulated_norm(0);
   engine_.linear(layer.to_q, normed, raw);
   engine_.rms_norm(raw, layer.norm_q, eps, floats(rotation_), config_.head_dim, q);
   engine_.linear(layer.to_k, normed, raw);
@@ -209,7 +277,7 @@ void WanPass::self_attention(const Attention& layer, int64_t index, const Attend
   engine_.linear(layer.to_v, normed, v);
   attend(index, q, k, v, q, {});
   engine_.linear(layer.to_out, q, raw);
-  engine_.add(hidden, raw, modulation + 2 * dim);
+  gated_add(raw, 2);
 }
 
 void WanPass::cross_attention(const Attention& layer, const Text& text) {
@@ -246,19 +314,17 @@ void WanPass::forward(int64_t step, int64_t branch, const float* latent, const f
   const Layers& layers = model_.layers();
   const Text& text = texts_[static_cast<size_t>(branch)];
   const int64_t dim = config_.dim(), out = config_.out_channels;
-  const float* time = floats(time_) + step * 7 * dim;
   const auto eps = static_cast<float>(config_.eps);
   const DType type = engine_.activation;
   const Matrix hidden = matrix(hidden_, DType::f32, dim), normed = matrix(normed_, type, dim);
-  float* modulation = floats(modulation_);  // rows: shift, scale, gate of self-attention, then of the feed-forward
-  constexpr uint32_t kScales = 1u << 1 | 1u << 4;
+  constexpr uint32_t kScales = 1u << 1 | 1u << 4;  // rows: shift, scale, gate of self-attention, then of the feed-forward
 
   const Matrix patches = matrix(wide_, type, config_.in_channels * grid_.patch());
   engine_.patchify(grid_, latent, out, condition, config_.in_channels - out, patches);
   engine_.linear(layers.patch, patches, hidden);
   for (int64_t i = 0; i < config_.layers; ++i) {
     const Block& block = layers.blocks[static_cast<size_t>(i)];
-    engine_.modulation(block.modulation, time, 6, dim, kScales, modulation);
+    modulate(block.modulation, step, 0, 6, kScales, 0);
     self_attention(block.self, i, attend);
     if (block.norm.scale != nullptr) {
       engine_.layer_norm(hidden, block.norm.scale, block.norm.shift, eps, normed);
@@ -266,17 +332,16 @@ void WanPass::forward(int64_t step, int64_t branch, const float* latent, const f
       engine_.convert(hidden, normed);
     }
     cross_attention(block.cross, text);
-    engine_.layer_norm(hidden, modulation + 4 * dim, modulation + 3 * dim, eps, normed);
+    modulated_norm(3);
     const Matrix inner = matrix(wide_, type, config_.ffn_dim);
     engine_.linear(block.expand, normed, inner, Activation::gelu_tanh);
     engine_.linear(block.contract, inner, normed);
-    engine_.add(hidden, normed, modulation + 5 * dim);
+    gated_add(normed, 5);
   }
   // Both rows of the last modulation, shift and scale, take the same embedding of time.
-  const float* last = time + 6 * dim;
-  engine_.modulation(layers.last_modulation, last, 1, dim, 0, modulation);
-  engine_.modulation(layers.last_modulation + dim, last, 1, dim, 1, modulation + dim);
-  engine_.layer_norm(hidden, modulation + dim, modulation, eps, normed);
+  modulate(layers.last_modulation, step, 6, 1, 0, 0);
+  modulate(layers.last_modulation + dim, step, 6, 1, 1, 1);
+  modulated_norm(0);
   const Matrix tokens = matrix(wide_, DType::f32, out * grid_.patch());
   engine_.linear(layers.projection, normed, tokens);
   engine_.unpatchify(grid_, tokens, out, velocity);
