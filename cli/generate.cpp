@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <set>
 
+#include "checkpoint.h"
 #include "common.h"
 #include "io/png.h"
 #include "io/safetensors.h"
@@ -29,9 +30,10 @@ namespace fs = std::filesystem;
 
 struct GenerateOptions : VideoInputs {
   std::string output, model = "tiny-wan", method = "scope", target_density, grid, noise, dump, dump_steps, dump_layers,
-                      compute, known, sampler, experts = "one", profile_out, profile_samples = "256";
+                      compute, known, sampler, experts = "one", checkpoint, profile_out, profile_samples = "256";
   std::vector<std::string> set;
   int64_t steps = 0;  // 0: the model's
+  int64_t checkpoint_every = 1;
   uint64_t seed = 0;
   double shift = 0, guidance = 0, guidance_2 = 0;
   bool latents = false;
@@ -200,6 +202,7 @@ void run(const GenerateOptions& options) {
   outputs.reads(settings);
   outputs.writes_run("--output", options.output);
   outputs.writes("--profile-out", options.profile_out);
+  outputs.writes_checkpoint("--checkpoint", options.checkpoint);
   if (!options.dump.empty()) {
     const std::string middle = std::to_string(request.steps / 2);
     const auto steps = parse_set("--dump-steps", options.dump_steps.empty() ? middle : options.dump_steps, request.steps);
@@ -245,6 +248,21 @@ void run(const GenerateOptions& options) {
     };
     request.wanted = [](int64_t, int64_t, int64_t branch) { return branch == 0; };
   }
+  std::optional<video::Snapshot> stopped;
+  if (!options.checkpoint.empty()) {
+    const std::string seed = options.noise.empty() ? std::to_string(options.seed) : "";
+    const RunIdentity identity = identify_run(folder, request, seed, context, compute);
+    stopped = read_checkpoint(options.checkpoint, identity, request.steps);
+    if (stopped) {
+      fmt::print("{}: {} of {} steps are done; it goes on from there\n", options.checkpoint, stopped->steps_done,
+                 request.steps);
+      request.resume = &*stopped;
+    }
+    request.snapshot_every = options.checkpoint_every;
+    request.snapshot = [&outputs, identity](video::Snapshot snapshot) {
+      outputs.replace_checkpoint([&](const std::string& name) { write_checkpoint(name, identity, std::move(snapshot)); });
+    };
+  }
   const auto engine = make_engine(context, compute);
   std::vector<std::shared_ptr<const video::Model>> kept(folder.transformers.size());
   const video::OpenModel open = [&](int64_t expert) {
@@ -252,12 +270,13 @@ void run(const GenerateOptions& options) {
     return kept[i] ? kept[i] : std::shared_ptr(video::open_model(folder.transformers[i], *engine));
   };
   const std::vector<int64_t> experts = video::experts_of(request);
-  const std::set<int64_t> used(experts.begin(), experts.end());
-  if (options.experts == "both") {
-    for (const int64_t expert : used) kept[static_cast<size_t>(expert)] = open(expert);
-  }
+  const auto left = std::span(experts).subspan(static_cast<size_t>(stopped ? stopped->steps_done : 0));
   int64_t passes = 0;
-  for (const int64_t expert : experts) passes += video::guidance_of(request, expert) == 1 ? 1 : 2;
+  for (const int64_t expert : left) {
+    passes += video::guidance_of(request, expert) == 1 ? 1 : 2;
+    auto& model = kept[static_cast<size_t>(expert)];
+    if (options.experts == "both" && !model) model = open(expert);
+  }
   auto progress = std::make_unique<Progress>("generate " + options.method, passes * config.layers);
   request.done = [&](const video::CallReport& call) {
     progress->step(fmt::format("step {} of {}", call.step + 1, request.steps));
@@ -401,6 +420,17 @@ void add_generate(CLI::App& app) {
   command->add_option("--profile-samples", options->profile_samples, "queries of each head that it looks at, or all")
       ->capture_default_str()
       ->needs(profile);
+  CLI::Option* checkpoint =
+      command
+          ->add_option("--checkpoint", options->checkpoint,
+                       "a file that holds what is done, so that the same command goes on from there after it was stopped; "
+                       "removed when the run is whole")
+          ->excludes(dump)
+          ->excludes(profile);
+  command->add_option("--checkpoint-every", options->checkpoint_every, "steps between two writings of it")
+      ->check(whole(1, kMostSamplerSteps))
+      ->capture_default_str()
+      ->needs(checkpoint);
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

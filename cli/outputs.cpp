@@ -185,6 +185,17 @@ void Outputs::keep_unfinished(const std::string& path, const nlohmann::ordered_j
   write_json(unfinished_, json);
 }
 
+void Outputs::writes_checkpoint(const std::string& flag, const std::string& path) {
+  writes(flag, path);
+  if (!path.empty()) checkpoint_ = entries_.back().path;
+}
+
+void Outputs::replace_checkpoint(const std::function<void(const std::string& name)>& write) {
+  io::Temporary next(checkpoint_, io::Temporary::Kind::file);
+  write(next.name());
+  next.place();
+}
+
 void Outputs::place() {
   const auto lock = io::hold_interrupts();
   for (Entry& entry : entries_) {
@@ -201,7 +212,9 @@ void Outputs::place() {
   }
   for (const auto& parent : parents_) parent->release();
   std::error_code ignored;
-  if (!unfinished_.empty()) fs::remove(unfinished_, ignored);
+  for (const std::string& path : {unfinished_, checkpoint_}) {
+    if (!path.empty()) fs::remove(path, ignored);
+  }
   entries_.clear();  // and with it the runs that were replaced
 }
 

@@ -1,6 +1,8 @@
 // What a command writes: every path is checked before any work, and all of it is put in place together at the end.
 #pragma once
 
+#include <functional>
+
 #include "common.h"
 #include "io/temporary.h"
 
@@ -25,6 +27,10 @@ class Outputs {
   // What is done so far of the result for `path`, in a file of its own beside it: it stays when the command is stopped, and
   // never replaces a result. `place` removes it.
   void keep_unfinished(const std::string& path, const nlohmann::ordered_json& json);
+  // A file that is replaced as a whole whenever `replace` writes it, and removed by `place`: what a stopped run goes on
+  // from. The caller has looked at what is there.
+  void writes_checkpoint(const std::string& flag, const std::string& path);
+  void replace_checkpoint(const std::function<void(const std::string& name)>& write);
   // Everything that was opened, at once. What another process put there since it was declared is kept beside it, and said.
   void place();
 
@@ -41,7 +47,7 @@ class Outputs {
 
   std::vector<std::unique_ptr<io::Temporary>> parents_;  // outlive what is in them
   std::vector<Entry> entries_;
-  std::string unfinished_;
+  std::string unfinished_, checkpoint_;
 };
 
 }  // namespace scope::cli

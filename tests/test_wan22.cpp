@@ -206,6 +206,76 @@ std::string refusal(const std::function<void()>& body) {
   return "nothing";
 }
 
+// Every step, stopped after it and gone on with from what was kept, by whichever expert comes next.
+TEST_P(Wan22, RunsThatWereStoppedGoOnBitForBit) {
+  Case c = read_case(GetParam());
+  c.request.steps = 5;
+  const Context context = test::testing_cuda() ? Context(ContextOptions{.backend = "cuda"}) : Context(2);
+  const auto engine = test::testing_cuda() ? make_cuda_engine(context) : make_cpu_engine(context, DType::f32);
+  for (const Sampler sampler : {Sampler::euler, Sampler::unipc}) {
+    c.request.sampler = sampler;
+    for (const char* method : {"dense", "scope", "scope-mean", "svg2", "svoo"}) {
+      SCOPED_TRACE(method);
+      Settings& settings = c.request.settings = find_method(method).settings();
+      if (!settings.dense) {
+        settings.groups = settings.codes = 4;
+        settings.rho = 0.4;
+        settings.alpha = 0;
+        settings.dense_layers = 0;
+        settings.dense_steps = 0;
+        settings.reuse_start = 1;
+      }
+      const Sample whole = run(c, *engine);
+      std::vector<Snapshot> kept;
+      Case watched = c;
+      watched.request.snapshot_every = 1;
+      watched.request.snapshot = [&](const Snapshot& snapshot) { kept.push_back(snapshot); };
+      EXPECT_EQ(run(watched, *engine).latent, whole.latent) << "keeping changes nothing";
+      ASSERT_EQ(kept.size(), 4u) << "none after the last step";
+      for (size_t i = 0; i < kept.size(); ++i) {
+        EXPECT_EQ(kept[i].steps_done, static_cast<int64_t>(i) + 1);
+        Case rest = c;
+        rest.request.resume = &kept[i];
+        const Sample sample = run(rest, *engine);
+        EXPECT_EQ(sample.latent, whole.latent) << "from step " << i + 1;
+        ASSERT_EQ(sample.calls.size(), whole.calls.size());
+        for (size_t k = 0; k < sample.calls.size(); ++k) {
+          EXPECT_EQ(sample.calls[k].stats.warm, whole.calls[k].stats.warm);
+          EXPECT_EQ(sample.calls[k].stats.density, whole.calls[k].stats.density);
+        }
+      }
+    }
+  }
+}
+
+TEST(Wan22OnCpu, SnapshotsThatDoNotFit) {
+  Case c = read_case("wan22_t2v");
+  c.request.settings = find_method("scope").settings();
+  c.request.settings.groups = c.request.settings.codes = 4;
+  Snapshot kept;
+  c.request.snapshot_every = 5;
+  c.request.snapshot = [&](const Snapshot& snapshot) { kept = snapshot; };
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  run(c, *engine);
+  ASSERT_EQ(kept.steps_done, 5);
+  ASSERT_EQ(kept.states.size(), 4u) << "two layers, two branches";
+  const std::vector<std::pair<std::string, std::function<void(Snapshot&)>>> spoiled = {
+      {"latent: got", [](Snapshot& s) { s.latent.pop_back(); }},
+      {"history: got 3 vectors, expected 4", [](Snapshot& s) { s.history.pop_back(); }},
+      {"history: got", [](Snapshot& s) { s.history[2].pop_back(); }},
+      {"states: got 3, expected 4", [](Snapshot& s) { s.states.pop_back(); }},
+      {"state: got", [](Snapshot& s) { s.states[1].pop_back(); }},
+      {"resume: got 6 steps done, expected 0..5", [](Snapshot& s) { s.steps_done = 6; }}};
+  for (const auto& [words, spoil] : spoiled) {
+    Snapshot bad = kept;
+    spoil(bad);
+    c.request.resume = &bad;
+    const std::string said = refusal([&] { run(c, *engine); });
+    EXPECT_NE(said.find(words), std::string::npos) << said;
+  }
+}
+
 TEST(Wan22OnCpu, IndexesThatAreRefused) {
   const std::string both = R"("transformer": ["diffusers", "A"], "transformer_2": ["diffusers", "A"])";
   EXPECT_EQ(parse_model_index("{" + both + R"(, "boundary_ratio": 0.9, "vae": [null, null], "_class_name": "X"})"),

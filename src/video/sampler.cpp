@@ -36,6 +36,19 @@ class SelfAttention {
     for (const Buffer& memory : state_memory_) states_.emplace_back(plan_, memory.get());
   }
 
+  std::vector<std::vector<std::byte>> save() const {
+    std::vector<std::vector<std::byte>> saved;
+    for (const State& state : states_) {
+      saved.emplace_back(static_cast<size_t>(state.bytes()));
+      state.save(engine_.stream, saved.back().data());
+    }
+    return saved;
+  }
+  void load(const std::vector<std::vector<std::byte>>& saved) {
+    require(saved.size() == states_.size(), Status::format, "states: got {}, expected {}", saved.size(), states_.size());
+    for (size_t i = 0; i < saved.size(); ++i) states_[i].load(engine_.stream, saved[i]);
+  }
+
   CallReport run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text) {
     CallReport report{place.step, place.layer, branch, {}, std::vector<HeadStats>(static_cast<size_t>(config_.heads))};
     const auto slot = static_cast<size_t>(place.layer * branches_ + std::min(branch, branches_ - 1));
@@ -128,7 +141,6 @@ Sample generate(const Model& model, const Request& request) {
 }
 
 Sample generate(const OpenModel& open, const Request& request) {
-  const auto start = std::chrono::steady_clock::now();
   require(request.steps >= 1 && request.steps <= 10000, Status::invalid_argument, "steps: got {}, expected 1..10000",
           request.steps);
   require(request.shift > 0 && std::isfinite(request.shift), Status::invalid_argument, "shift: got {}, expected > 0",
@@ -137,7 +149,12 @@ Sample generate(const OpenModel& open, const Request& request) {
     require(std::isfinite(guidance), Status::invalid_argument, "guidance: got {}, expected a number", guidance);
   }
   const std::vector<int64_t> experts = experts_of(request);
-  std::shared_ptr<const Model> model = open(experts[0]);
+  const int64_t first_step = request.resume == nullptr ? 0 : request.resume->steps_done;
+  require(first_step >= 0 && first_step < request.steps, Status::format, "resume: got {} steps done, expected 0..{}",
+          first_step, request.steps - 1);
+  const auto expert_at = [&](int64_t step) { return experts[static_cast<size_t>(step)]; };
+  std::shared_ptr<const Model> model = open(expert_at(first_step));
+  auto start = std::chrono::steady_clock::now();  // of the clock that stands still while weights are read
   const ModelConfig config = model->config();
   Engine& engine = model->engine();
   for (const int64_t n : request.grid) {
@@ -158,7 +175,7 @@ Sample generate(const OpenModel& open, const Request& request) {
     if (!request.first_frame.empty()) pass->keep_first_frame();
     pass->set_timesteps(noise_timesteps(request.sampler, request.steps, request.shift));
   };
-  begin(experts[0]);
+  begin(expert_at(first_step));
   SelfAttention attention(engine, config, request.settings, request.grid, branches);
 
   const auto bytes = static_cast<int64_t>(request.noise.size() * sizeof(float));
@@ -177,6 +194,11 @@ Sample generate(const OpenModel& open, const Request& request) {
     return host;
   };
   const auto floats = [](const Buffer& memory) { return static_cast<float*>(memory.get()); };
+  const auto fetch_latent = [&] {
+    std::vector<float> host(request.noise.size());
+    engine.download(latent.get(), host.data(), bytes);
+    return host;
+  };
   // A step moves the first frame too, which nothing else depends on.
   const auto restore_first_frame = [&] {
     const int64_t frame = size[1] * size[2];
@@ -186,13 +208,27 @@ Sample generate(const OpenModel& open, const Request& request) {
     }
   };
   restore_first_frame();
-  for (int64_t step = 0; step < request.steps; ++step) {
-    const int64_t expert = experts[static_cast<size_t>(step)];
-    if (step > 0 && expert != experts[static_cast<size_t>(step) - 1]) {
+  if (const Snapshot* from = request.resume; from != nullptr) {
+    require(from->latent.size() == request.noise.size(), Status::format, "latent: got {} numbers, expected {}",
+            from->latent.size(), request.noise.size());
+    engine.upload(from->latent.data(), latent.get(), bytes);
+    stepper.load(from->history);
+    if (first_step > 0 && expert_at(first_step) == expert_at(first_step - 1)) attention.load(from->states);
+    sample.calls = from->calls;
+    sample.seconds = from->seconds;
+  }
+  const auto seconds_now = [&start, before = sample.seconds] {
+    return before + std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  for (int64_t step = first_step; step < request.steps; ++step) {
+    const int64_t expert = expert_at(step);
+    if (step > first_step && expert != expert_at(step - 1)) {
       engine.wait();  // before what it works on is freed, so that both are never in memory
       pass.reset();
       model.reset();
+      const auto stop = std::chrono::steady_clock::now();
       model = open(expert);
+      start += std::chrono::steady_clock::now() - stop;
       begin(expert);
       attention.forget();
     }
@@ -210,14 +246,16 @@ Sample generate(const OpenModel& open, const Request& request) {
     stepper.step(step, floats(velocities[0]), branches_of(expert) == 1 ? nullptr : floats(velocities[1]),
                  guidance_of(request, expert), floats(latent));
     restore_first_frame();
+    const int64_t done = step + 1;
+    if (request.snapshot_every == 0 || done % request.snapshot_every != 0 || done == request.steps) continue;
+    request.snapshot({done, fetch_latent(), stepper.save(), attention.save(), sample.calls, seconds_now()});
   }
-  sample.latent.resize(request.noise.size());
-  engine.download(latent.get(), sample.latent.data(), bytes);
+  sample.latent = fetch_latent();
   for (const float x : sample.latent) {
     require(std::isfinite(x), Status::non_finite,
             "the sample holds NaN or Inf: weights, noise or condition do too, or overflow");
   }
-  sample.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  sample.seconds = seconds_now();
   return sample;
 }
 

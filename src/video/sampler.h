@@ -17,6 +17,16 @@ struct CallReport {
   std::vector<HeadStats> heads;
 };
 
+// All that the steps to come need of those that are done.
+struct Snapshot {
+  int64_t steps_done = 0;
+  std::vector<float> latent;
+  std::vector<std::vector<float>> history;     // the sampler's
+  std::vector<std::vector<std::byte>> states;  // of self-attention: of each layer, and there of each branch
+  std::vector<CallReport> calls;
+  double seconds = 0;
+};
+
 struct Request {
   std::array<int64_t, 3> grid = {};  // tokens along T, H and W
   int64_t steps = 20;
@@ -35,12 +45,16 @@ struct Request {
   std::function<void(int64_t step, int64_t layer, int64_t branch, DType dtype, std::vector<std::byte> q,
                      std::vector<std::byte> k, std::vector<std::byte> v)>
       watch = {};
+  // After every so many steps, but not after the last; 0: never.
+  int64_t snapshot_every = 0;
+  std::function<void(Snapshot)> snapshot = {};
+  const Snapshot* resume = nullptr;  // of the same request: it goes on from there, bit for bit
 };
 
 struct Sample {
   std::vector<float> latent;  // [latent_channels, T, H, W]
   std::vector<CallReport> calls;
-  double seconds = 0;
+  double seconds = 0;  // without the reading of weights
 };
 
 // Unit normals, the same for a seed on every machine and for every method. Pair p takes the 64-bit draws 2p and 2p + 1 of

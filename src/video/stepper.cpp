@@ -53,7 +53,9 @@ std::vector<double> noise_timesteps(Sampler sampler, int64_t steps, double shift
 
 Stepper::Stepper(Engine& engine, Sampler sampler, int64_t steps, double shift, int64_t numbers)
     : engine_(engine), sampler_(sampler), steps_(steps), numbers_(numbers), levels_(noise_levels(sampler, steps, shift)) {
-  for (int i = 0; sampler == Sampler::unipc && i < 4; ++i) memory_.push_back(engine.allocate(numbers * 4));
+  // Zeros, since all of it is saved, also what no step has filled yet.
+  const std::vector<float> zeros(static_cast<size_t>(sampler == Sampler::unipc ? numbers : 0));
+  for (int i = 0; sampler == Sampler::unipc && i < 4; ++i) memory_.push_back(uploaded(engine, zeros));
 }
 
 void Stepper::step(int64_t i, const float* prompt, const float* negative, double guidance, float* latent) {
@@ -70,6 +72,25 @@ void Stepper::step(int64_t i, const float* prompt, const float* negative, double
   if (negative != nullptr) data_terms.push_back({static_cast<float>(-level * (1.0 - share)), negative});
   engine_.combine(data_terms, numbers_, data(i));
   unipc(i, latent);
+}
+
+std::vector<std::vector<float>> Stepper::save() const {
+  std::vector<std::vector<float>> saved;
+  for (const Buffer& memory : memory_) {
+    saved.emplace_back(static_cast<size_t>(numbers_));
+    engine_.download(memory.get(), saved.back().data(), numbers_ * 4);
+  }
+  return saved;
+}
+
+void Stepper::load(const std::vector<std::vector<float>>& saved) {
+  require(saved.size() == memory_.size(), Status::format, "the sampler's history: got {} vectors, expected {}", saved.size(),
+          memory_.size());
+  for (size_t i = 0; i < saved.size(); ++i) {
+    require(std::ssize(saved[i]) == numbers_, Status::format, "the sampler's history: got {} numbers, expected {}",
+            saved[i].size(), numbers_);
+    engine_.upload(saved[i].data(), memory_[i].get(), numbers_ * 4);
+  }
 }
 
 // The corrector improves the latent at level i by what was predicted there; the predictor goes on from it. Both are of order

@@ -24,6 +24,11 @@ class Stepper {
   // negative: the prompt's. Every step once, in order.
   void step(int64_t i, const float* prompt, const float* negative, double guidance, float* latent);
 
+  // What it remembers of earlier steps. What is loaded must be what another saved, as many vectors of as many numbers: else
+  // Error(Status::format).
+  std::vector<std::vector<float>> save() const;
+  void load(const std::vector<std::vector<float>>& saved);
+
  private:
   void unipc(int64_t i, float* latent);
   // Data as step i predicted it.

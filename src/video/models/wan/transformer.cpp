@@ -98,7 +98,7 @@ class WanPass final : public Pass {
   bool keeps_first_frame_ = false;
   std::vector<Run> runs_;  // of all tokens
   int64_t steps_ = 0;
-  Buffer time_;        // see embed_time; behind the steps', with a first frame that is kept, that of timestep 0
+  Buffer time_;        // see embed_time; behind the steps', that of timestep 0
   Buffer hidden_;      // f32: the residual stream
   Buffer normed_;      // activation: what a linear layer reads
   Buffer wide_;        // activation: what it writes, ffn_dim wide; patches in and out
