@@ -216,20 +216,28 @@ TEST_F(EngineOps, Norms) {
           angle(engine, DType::f32, rows, head_dim, normals(random, rows * head_dim));
       for (const DType type : {DType::f32, engine.attention}) {
         for (const bool with : {false, true}) {
-          const Stored y(engine, type, rows, n), z(engine, type, rows, n);
+          const Stored y(engine, type, rows, n), z(engine, type, rows, n), by_head(engine, type, rows, n);
           engine.layer_norm(x.matrix, with ? scale.floats() : nullptr, with ? shift.floats() : nullptr,
                             static_cast<float>(eps), y.matrix);
           engine.rms_norm(x.matrix, scale.floats(), static_cast<float>(eps), with ? angle.floats() : nullptr, head_dim,
                           z.matrix);
-          std::vector<double> layer, rms;
+          engine.head_norm(x.matrix, scale.floats(), static_cast<float>(eps), with ? angle.floats() : nullptr, head_dim,
+                           by_head.matrix);
+          std::vector<double> layer, rms, head_rms;
           for (int64_t r = 0; r < rows; ++r) {
             const double* row = x.values.data() + r * n;
             double mean = 0, variance = 0, square = 0;
             for (int64_t i = 0; i < n; ++i) mean += row[i] / static_cast<double>(n);
             for (int64_t i = 0; i < n; ++i) variance += (row[i] - mean) * (row[i] - mean) / static_cast<double>(n);
             for (int64_t i = 0; i < n; ++i) square += row[i] * row[i] / static_cast<double>(n);
-            const auto turned = [&](int64_t i) {
+            const auto over_row = [&](int64_t i) {
               return row[i] / std::sqrt(square + eps) * scale.values[static_cast<size_t>(i)];
+            };
+            const auto over_head = [&](int64_t i) {
+              double sum = 0;
+              for (int64_t k = i - i % head_dim; k < i - i % head_dim + head_dim; ++k) sum += row[k] * row[k];
+              return row[i] / std::sqrt(sum / static_cast<double>(head_dim) + eps) *
+                     scale.values[static_cast<size_t>(i % head_dim)];
             };
             for (int64_t i = 0; i < n; ++i) {
               const auto at = static_cast<size_t>(i);
@@ -238,15 +246,18 @@ TEST_F(EngineOps, Norms) {
               const int64_t pair = i % head_dim / 2, half = head_dim / 2;
               const double cosine = angle.values[static_cast<size_t>(r * head_dim + pair)];
               const double sine = angle.values[static_cast<size_t>(r * head_dim + half + pair)];
-              const double other = turned(i % 2 == 0 ? i + 1 : i - 1);
-              rms.push_back(!with        ? turned(i)
-                            : i % 2 == 0 ? turned(i) * cosine - other * sine
-                                         : other * sine + turned(i) * cosine);
+              const auto turned = [&](const auto& normed_at) {
+                const double own = normed_at(i), other = normed_at(i % 2 == 0 ? i + 1 : i - 1);
+                return !with ? own : i % 2 == 0 ? own * cosine - other * sine : other * sine + own * cosine;
+              };
+              rms.push_back(turned(over_row));
+              head_rms.push_back(turned(over_head));
             }
           }
           const std::vector<double> size(layer.size(), 20);
           expect_near(y.read(), layer, size, 1e-6, type, c.name + " layer norm");
           expect_near(z.read(), rms, size, 1e-6, type, c.name + " rms norm");
+          expect_near(by_head.read(), head_rms, size, 1e-6, type, c.name + " head norm");
         }
       }
     }
@@ -328,9 +339,10 @@ TEST_F(EngineOps, Patches) {
       const Stored tokens(engine, engine.activation, g.tokens(), all * g.patch());
       engine.patchify(g, latent.floats(), channels, condition.floats(), more, tokens.matrix);
       const Stored out(engine, DType::f32, g.tokens(), channels * g.patch(), normals(random, channels * volume));
-      const Stored back(engine, DType::f32, channels, volume);
-      engine.unpatchify(g, out.matrix, channels, static_cast<float*>(back.matrix.data));
-      const auto got = tokens.read(), unpatched = back.read();
+      const Stored back(engine, DType::f32, channels, volume), slow(engine, DType::f32, channels, volume);
+      engine.unpatchify(g, out.matrix, channels, ChannelOrder::fastest, static_cast<float*>(back.matrix.data));
+      engine.unpatchify(g, out.matrix, channels, ChannelOrder::slowest, static_cast<float*>(slow.matrix.data));
+      const auto got = tokens.read(), unpatched = back.read(), slowest = slow.read();
       for (int64_t i = 0; i < all * volume; ++i) {
         const int64_t channel = i / volume, a = i / (h * w) % t, y = i / w % h, x = i % w;
         const int64_t token = (a / g.pt * g.h + y / g.ph) * g.w + x / g.pw;
@@ -342,6 +354,9 @@ TEST_F(EngineOps, Patches) {
         if (channel < channels) {
           ASSERT_EQ(unpatched[static_cast<size_t>(i)],
                     out.values[static_cast<size_t>((token * g.patch() + place) * channels + channel)])
+              << c.name;
+          ASSERT_EQ(slowest[static_cast<size_t>(i)],
+                    out.values[static_cast<size_t>((token * channels + channel) * g.patch() + place)])
               << c.name;
         }
       }

@@ -115,17 +115,15 @@ class CpuEngine : public Engine {
   void rms_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) override {
     each_row(x, [&](int64_t i, float* row) {
       rows_.rms_norm(row_of(x, i), x.columns, weight, eps, row);
-      if (rotation != nullptr) {
-        const float* cosine = rotation + i * head_dim;
-        const float* sine = cosine + head_dim / 2;
-        for (float* head = row; head < row + x.columns; head += head_dim) {
-          for (int64_t c = 0; c < head_dim / 2; ++c) {
-            const float a = head[2 * c], b = head[2 * c + 1];
-            head[2 * c] = a * cosine[c] - b * sine[c];
-            head[2 * c + 1] = a * sine[c] + b * cosine[c];
-          }
-        }
-      }
+      if (rotation != nullptr) turn(row, x.columns, rotation + i * head_dim, head_dim);
+      store(row, x.columns, out, i, 0);
+    });
+  }
+
+  void head_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) override {
+    each_row(x, [&](int64_t i, float* row) {
+      for (int64_t c = 0; c < x.columns; c += head_dim) rows_.rms_norm(row_of(x, i) + c, head_dim, weight, eps, row + c);
+      if (rotation != nullptr) turn(row, x.columns, rotation + i * head_dim, head_dim);
       store(row, x.columns, out, i, 0);
     });
   }
@@ -171,14 +169,15 @@ class CpuEngine : public Engine {
     });
   }
 
-  void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, float* latent) override {
+  void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, ChannelOrder order, float* latent) override {
+    const bool slowest = order == ChannelOrder::slowest;
     each_row(x, [&](int64_t patch, float* row) {
       load(x, token_of(grid, patch), row);
       for (int64_t c = 0; c < channels; ++c) {
-        const float* from = row + c;
+        const float* from = row + (slowest ? c * grid.patch() : c);
         visit(grid, patch, c, [&](int64_t at) {
           latent[at] = *from;
-          from += channels;
+          from += slowest ? 1 : channels;
         });
       }
     });
@@ -208,6 +207,18 @@ class CpuEngine : public Engine {
   }
 
   static float* row_of(Matrix x, int64_t i) { return static_cast<float*>(x.data) + i * x.columns; }
+
+  // Turns neighbouring channels of each head by a token's cosines, then sines.
+  static void turn(float* row, int64_t columns, const float* cosine, int64_t head_dim) {
+    const float* sine = cosine + head_dim / 2;
+    for (float* head = row; head < row + columns; head += head_dim) {
+      for (int64_t c = 0; c < head_dim / 2; ++c) {
+        const float a = head[2 * c], b = head[2 * c + 1];
+        head[2 * c] = a * cosine[c] - b * sine[c];
+        head[2 * c + 1] = a * sine[c] + b * cosine[c];
+      }
+    }
+  }
 
   // body(row index, room for one row), rows spread over the threads.
   template <class Body>

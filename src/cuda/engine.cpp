@@ -84,6 +84,9 @@ class CudaEngine : public Engine {
   void rms_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) override {
     cuda::rms_norm(stream_, x, weight, eps, rotation, head_dim, out);
   }
+  void head_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) override {
+    cuda::head_norm(stream_, x, weight, eps, rotation, head_dim, out);
+  }
   void convert(Matrix x, Matrix out) override { cuda::convert(stream_, x, out); }
   void add(Matrix x, Matrix y, const float* gate) override { cuda::add(stream_, x, y, gate); }
   void modulation(const float* table, const float* time, int64_t rows, int64_t columns, uint32_t plus_one,
@@ -94,8 +97,8 @@ class CudaEngine : public Engine {
                 Matrix out) override {
     cuda::patchify(stream_, grid, latent, channels, more, more_channels, out);
   }
-  void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, float* latent) override {
-    cuda::unpatchify(stream_, grid, x, channels, latent);
+  void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, ChannelOrder order, float* latent) override {
+    cuda::unpatchify(stream_, grid, x, channels, order, latent);
   }
   void axpy(float factor, const float* y, int64_t n, float* x) override { cuda::axpy(stream_, factor, y, n, x); }
   void combine(std::span<const Term> terms, int64_t n, float* out) override { cuda::combine(stream_, terms, n, out); }

@@ -11,6 +11,7 @@ namespace scope::cuda {
 namespace {
 
 using video::Activation;
+using video::ChannelOrder;
 using video::Matrix;
 using video::PatchGrid;
 
@@ -88,6 +89,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Channels i .. i + 3 of a head, turned by its token's cosines, then sines; null: as they are.
+__device__ float4 turned(float4 y, const float* angles, int i, int head_dim) {
+  if (angles == nullptr) return y;
+  const int pair = i / 2;
+  const float c0 = angles[pair], c1 = angles[pair + 1];
+  const float s0 = angles[head_dim / 2 + pair], s1 = angles[head_dim / 2 + pair + 1];
+  return make_float4(y.x * c0 - y.y * s0, y.x * s0 + y.y * c0, y.z * c1 - y.w * s1, y.z * s1 + y.w * c1);
+}
+
 __global__ void __launch_bounds__(kThreads)
     rms_norm_kernel(Matrix x, const float* weight, float eps, const float* rotation, int head_dim, Matrix out) {
   const int64_t row = blockIdx.x * x.columns, n = x.columns;
@@ -100,14 +110,30 @@ __global__ void __launch_bounds__(kThreads)
   const float* angles = rotation == nullptr ? nullptr : rotation + static_cast<int64_t>(blockIdx.x) * head_dim;
   for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
     const float4 v = load4(x, row + i), w = vector4(weight, i);
-    float4 y = make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w);
-    if (angles != nullptr) {
-      const int pair = static_cast<int>(i % head_dim) / 2;
-      const float c0 = angles[pair], c1 = angles[pair + 1];
-      const float s0 = angles[head_dim / 2 + pair], s1 = angles[head_dim / 2 + pair + 1];
-      y = make_float4(y.x * c0 - y.y * s0, y.x * s0 + y.y * c0, y.z * c1 - y.w * s1, y.z * s1 + y.w * c1);
-    }
-    store4(out, row + i, y);
+    const float4 y = make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w);
+    store4(out, row + i, turned(y, angles, static_cast<int>(i % head_dim), head_dim));
+  }
+}
+
+// A warp for each head: rows are dense, so that heads follow one another across them.
+__global__ void __launch_bounds__(kThreads)
+    head_norm_kernel(Matrix x, const float* weight, float eps, const float* rotation, int head_dim, Matrix out) {
+  const int64_t head = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32, heads = x.columns / head_dim;
+  if (head >= x.rows * heads) return;
+  const int first = 4 * static_cast<int>(threadIdx.x % 32);
+  const int64_t at = head * head_dim;
+  float square = 0;
+  for (int i = first; i < head_dim; i += 128) {
+    const float4 v = load4(x, at + i);
+    square += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+  }
+  for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
+  const float factor = 1.0f / sqrtf(square / static_cast<float>(head_dim) + eps);
+  const float* angles = rotation == nullptr ? nullptr : rotation + head / heads * head_dim;
+  for (int i = first; i < head_dim; i += 128) {
+    const float4 v = load4(x, at + i), w = vector4(weight, i);
+    const float4 y = make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w);
+    store4(out, at + i, turned(y, angles, i, head_dim));
   }
 }
 
@@ -184,12 +210,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    unpatchify_kernel(PatchGrid g, Matrix x, int64_t channels, float* latent, int64_t n) {
+    unpatchify_kernel(PatchGrid g, Matrix x, int64_t channels, ChannelOrder order, float* latent, int64_t n) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
-  const int64_t volume = g.t * g.h * g.w * g.pt * g.ph * g.pw;
+  const int64_t patch = g.pt * g.ph * g.pw, volume = g.t * g.h * g.w * patch, channel = i / volume;
   const Spot spot = spot_of(g, i % volume);
-  latent[i] = load1(x, spot.token * x.columns + spot.place * channels + i / volume);
+  const int64_t at = order == ChannelOrder::slowest ? channel * patch + spot.place : spot.place * channels + channel;
+  latent[i] = load1(x, spot.token * x.columns + at);
 }
 
 cudaStream_t on(void* stream) { return static_cast<cudaStream_t>(stream); }
@@ -208,6 +235,12 @@ void rms_norm(void* stream, Matrix x, const float* weight, float eps, const floa
   rms_norm_kernel<<<static_cast<unsigned>(x.rows), kThreads, 0, on(stream)>>>(x, weight, eps, rotation,
                                                                               static_cast<int>(head_dim), out);
   check_launch("rms_norm");
+}
+
+void head_norm(void* stream, Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) {
+  head_norm_kernel<<<blocks(x.rows * x.columns / head_dim * 32), kThreads, 0, on(stream)>>>(x, weight, eps, rotation,
+                                                                                            static_cast<int>(head_dim), out);
+  check_launch("head_norm");
 }
 
 void convert(void* stream, Matrix x, Matrix out) {
@@ -242,9 +275,9 @@ void patchify(void* stream, const PatchGrid& grid, const float* latent, int64_t 
   check_launch("patchify");
 }
 
-void unpatchify(void* stream, const PatchGrid& grid, Matrix x, int64_t channels, float* latent) {
+void unpatchify(void* stream, const PatchGrid& grid, Matrix x, int64_t channels, ChannelOrder order, float* latent) {
   const int64_t n = channels * grid.tokens() * grid.patch();
-  unpatchify_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(grid, x, channels, latent, n);
+  unpatchify_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(grid, x, channels, order, latent, n);
   check_launch("unpatchify");
 }
 

@@ -11,6 +11,8 @@ namespace scope::cuda {
 void layer_norm(void* stream, video::Matrix x, const float* scale, const float* shift, float eps, video::Matrix out);
 void rms_norm(void* stream, video::Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim,
               video::Matrix out);
+void head_norm(void* stream, video::Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim,
+               video::Matrix out);
 void convert(void* stream, video::Matrix x, video::Matrix out);
 void add(void* stream, video::Matrix x, video::Matrix y, const float* gate);
 void activate(void* stream, video::Matrix x, video::Activation then);  // in place
@@ -18,7 +20,8 @@ void modulation(void* stream, const float* table, const float* time, int64_t row
                 float* out);
 void patchify(void* stream, const video::PatchGrid& grid, const float* latent, int64_t channels, const float* more,
               int64_t more_channels, video::Matrix out);
-void unpatchify(void* stream, const video::PatchGrid& grid, video::Matrix x, int64_t channels, float* latent);
+void unpatchify(void* stream, const video::PatchGrid& grid, video::Matrix x, int64_t channels, video::ChannelOrder order,
+                float* latent);
 void axpy(void* stream, float factor, const float* y, int64_t n, float* x);
 void combine(void* stream, std::span<const video::Term> terms, int64_t n, float* out);
 

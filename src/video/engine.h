@@ -54,6 +54,8 @@ class Engine {
   // out = x / sqrt(mean square + eps) * weight by rows, then neighbouring channels (2i, 2i + 1) of each head turned by the
   // token's angles; rotation [rows, 2, head_dim / 2] holds their cosines and sines; null: not turned.
   virtual void rms_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) = 0;
+  // The same for each head of a row by itself; weight [head_dim].
+  virtual void head_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) = 0;
   // out = x, in another type.
   virtual void convert(Matrix x, Matrix out) = 0;
   // x += gate * y, gate [columns]; null: 1.
@@ -64,8 +66,8 @@ class Engine {
   // f32 latents [channels, T, H, W], then [more_channels, …] -> [tokens, channels x patch], channel slowest.
   virtual void patchify(const PatchGrid& grid, const float* latent, int64_t channels, const float* more,
                         int64_t more_channels, Matrix out) = 0;
-  // f32 [tokens, patch x channels], channel fastest -> f32 latent [channels, T, H, W].
-  virtual void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, float* latent) = 0;
+  // f32 [tokens, patch x channels] -> f32 latent [channels, T, H, W].
+  virtual void unpatchify(const PatchGrid& grid, Matrix x, int64_t channels, ChannelOrder order, float* latent) = 0;
   // x += factor * y over f32 vectors.
   virtual void axpy(float factor, const float* y, int64_t n, float* x) = 0;
   // out = the sum of factor * x over 1 to kMostTerms f32 vectors; out may be one of them.

@@ -21,6 +21,9 @@ struct Term {
 };
 inline constexpr int64_t kMostTerms = 4;
 
+// Of the elements of a token's patch.
+enum class ChannelOrder { fastest, slowest };
+
 // A latent [channels, T, H, W] is cut into patches; a token is one patch.
 struct PatchGrid {
   int64_t t, h, w;                  // tokens

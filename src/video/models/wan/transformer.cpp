@@ -5,9 +5,8 @@
 #include <cmath>
 
 #include "core/numeric.h"
-#include "methods/methods.h"
-#include "pipeline/call.h"
 #include "video/morton.h"
+#include "video/parts.h"
 
 namespace scope::video {
 
@@ -15,43 +14,14 @@ namespace wan {
 
 namespace {
 
-// cos and sin of each token's angles along T, H and W, in double until the end: [tokens, 2, head_dim / 2].
-std::vector<float> make_rotation(const Config& config, const PatchGrid& grid, const std::vector<int32_t>& places) {
-  const int64_t half = config.head_dim / 2, sizes[3] = {grid.t, grid.h, grid.w};
-  const auto rope = config.rope();
-  std::vector<float> cosines[3], sines[3];  // [size, channels / 2]: few angles, many tokens
-  for (size_t axis = 0; axis < 3; ++axis) {
-    for (int64_t place = 0; place < sizes[axis]; ++place) {
-      for (int64_t c = 0; c < rope[axis]; c += 2) {
-        const double share = static_cast<double>(c) / static_cast<double>(rope[axis]);
-        const double angle = static_cast<double>(place) / std::pow(10000.0, share);
-        cosines[axis].push_back(static_cast<float>(std::cos(angle)));
-        sines[axis].push_back(static_cast<float>(std::sin(angle)));
-      }
-    }
-  }
-  std::vector<float> out(static_cast<size_t>(grid.tokens() * 2 * half));
-  for (int64_t patch = 0; patch < grid.tokens(); ++patch) {
-    const int64_t at[3] = {patch / (grid.h * grid.w), patch / grid.w % grid.h, patch % grid.w};
-    float* to = out.data() + (places.empty() ? patch : places[static_cast<size_t>(patch)]) * 2 * half;
-    for (size_t axis = 0; axis < 3; ++axis) {
-      const int64_t n = rope[axis] / 2;
-      std::copy_n(cosines[axis].begin() + at[axis] * n, n, to);
-      std::copy_n(sines[axis].begin() + at[axis] * n, n, to + half);
-      to += n;
-    }
-  }
-  return out;
-}
-
 float* floats(const Buffer& memory) { return static_cast<float*>(memory.get()); }
 
 // The prompt of a branch as the layers read it.
 struct Text {
   Matrix text, image;  // [tokens, dim]
   Buffer memory;
-  std::shared_ptr<Plan> text_plan, image_plan;
-  Buffer workspace, keys;
+  std::unique_ptr<DenseAttention> text_attention, image_attention;
+  Buffer keys;
 };
 
 // Tokens that follow one another and share an embedding of time.
@@ -88,7 +58,6 @@ class WanPass final : public Pass {
   Text embed(const Prompt& prompt) const;
   void self_attention(const Attention& layer, int64_t index, const Attend& attend);
   void cross_attention(const Attention& layer, const Text& text);
-  void attend_all(const Plan& plan, const Text& text, Matrix q, Matrix k, Matrix v, Matrix out);
 
   const Transformer& model_;
   Engine& engine_;
@@ -129,7 +98,9 @@ WanPass::WanPass(const Transformer& model, const std::array<int64_t, 3>& grid, b
     engine_.upload(places_on_host_.data(), places_.get(), bytes);
     grid_.places = static_cast<const int32_t*>(places_.get());
   }
-  rotation_ = uploaded(engine_, make_rotation(config_, grid_, places_on_host_));
+  rotation_ = uploaded(engine_, make_rotation(grid_, places_on_host_, config_.rope(), [](int64_t place, double share) {
+                         return static_cast<double>(place) / std::pow(10000.0, share);
+                       }));
   runs_ = {{0, grid_.tokens(), false}};
   modulation_ = engine_.allocate(2 * 6 * dim * 4);
 }
@@ -228,39 +199,14 @@ Text WanPass::embed(const Prompt& prompt) const {
   const bool branch = config_.added_kv_dim > 0;
   out.image = branch ? image : Matrix{};
   out.text = branch ? text : Matrix{image.data, type, all, dim};
-  const auto plan = [&](int64_t keys) {
-    return std::make_shared<Plan>(engine_.context, find_method("dense").settings(),
-                                  Shape{.heads = config_.heads,
-                                        .q_tokens = grid_.tokens(),
-                                        .k_tokens = keys,
-                                        .dim = config_.head_dim,
-                                        .dtype = engine_.attention,
-                                        .rope = {},
-                                        .subspaces = {}});
+  const auto attention = [&](int64_t keys) {
+    return std::make_unique<DenseAttention>(engine_, config_.heads, config_.head_dim, grid_.tokens(), keys);
   };
-  out.text_plan = plan(out.text.rows);
-  if (branch) out.image_plan = plan(image_tokens);
-  out.workspace = engine_.allocate(std::max(out.text_plan->workspace_bytes, branch ? out.image_plan->workspace_bytes : 0));
+  out.text_attention = attention(out.text.rows);
+  if (branch) out.image_attention = attention(image_tokens);
   // A key before its norm, a key and a value for each token.
   out.keys = engine_.allocate(all * dim * (each + 2 * dtype_bytes(engine_.attention)));
   return out;
-}
-
-void WanPass::attend_all(const Plan& plan, const Text& text, Matrix q, Matrix k, Matrix v, Matrix out) {
-  CallArgs args;
-  const auto view = [&](Matrix x) {
-    return TensorView{x.data,           x.dtype,  1, config_.heads, x.rows, config_.head_dim, x.rows * x.columns,
-                      config_.head_dim, x.columns};
-  };
-  args.q = view(q);
-  args.k = view(k);
-  args.v = view(v);
-  args.out = {out.data,         out.dtype,  1, config_.heads, out.rows, config_.head_dim, out.rows * out.columns,
-              config_.head_dim, out.columns};
-  args.stream = engine_.stream;
-  args.workspace = text.workspace.get();
-  args.workspace_bytes = plan.workspace_bytes;
-  call(plan, args);
 }
 
 void WanPass::self_attention(const Attention& layer, int64_t index, const Attend& attend) {
@@ -288,8 +234,8 @@ void WanPass::cross_attention(const Attention& layer, const Text& text) {
   const Matrix out = matrix(k_, engine_.attention, dim), image_out = matrix(v_, engine_.attention, dim);
   engine_.linear(layer.to_q, normed, raw);
   engine_.rms_norm(raw, layer.norm_q, eps, nullptr, config_.head_dim, q);
-  const auto attend = [&](Matrix context, const Linear& to_k, const float* norm, const Linear& to_v, const Plan& plan,
-                          Matrix to) {
+  const auto attend = [&](Matrix context, const Linear& to_k, const float* norm, const Linear& to_v,
+                          const DenseAttention& attention, Matrix to) {
     auto* memory = static_cast<std::byte*>(text.keys.get());
     const int64_t each = dtype_bytes(engine_.attention);
     const Matrix k{memory, engine_.attention, context.rows, dim};
@@ -298,11 +244,11 @@ void WanPass::cross_attention(const Attention& layer, const Text& text) {
     engine_.linear(to_k, context, before);
     engine_.rms_norm(before, norm, eps, nullptr, config_.head_dim, k);
     engine_.linear(to_v, context, v);
-    attend_all(plan, text, q, k, v, to);
+    attention.run(q, k, v, to);
   };
-  attend(text.text, layer.to_k, layer.norm_k, layer.to_v, *text.text_plan, out);
-  if (text.image_plan != nullptr) {
-    attend(text.image, layer.add_k, layer.norm_added_k, layer.add_v, *text.image_plan, image_out);
+  attend(text.text, layer.to_k, layer.norm_k, layer.to_v, *text.text_attention, out);
+  if (text.image_attention != nullptr) {
+    attend(text.image, layer.add_k, layer.norm_added_k, layer.add_v, *text.image_attention, image_out);
     engine_.add(out, image_out, nullptr);
   }
   engine_.linear(layer.to_out, out, raw);
@@ -344,7 +290,7 @@ void WanPass::forward(int64_t step, int64_t branch, const float* latent, const f
   modulated_norm(0);
   const Matrix tokens = matrix(wide_, DType::f32, out * grid_.patch());
   engine_.linear(layers.projection, normed, tokens);
-  engine_.unpatchify(grid_, tokens, out, velocity);
+  engine_.unpatchify(grid_, tokens, out, ChannelOrder::fastest, velocity);
 }
 
 std::unique_ptr<Model> open(const std::string& folder, Engine& engine) {
@@ -365,17 +311,8 @@ std::unique_ptr<Pass> Transformer::start(const std::array<int64_t, 3>& grid, boo
 
 Buffer Transformer::embed_time(std::span<const double> timesteps) const {
   const auto steps = static_cast<int64_t>(timesteps.size());
-  const int64_t dim = wan_.dim(), freq = wan_.freq_dim, half = freq / 2;
-  // In f32 as diffusers does it: at timestep 1000 the rounding of a frequency is seen.
-  std::vector<float> waves(static_cast<size_t>(steps * freq)), first(static_cast<size_t>(steps * dim)), time = first;
-  for (int64_t s = 0; s < steps; ++s) {
-    for (int64_t i = 0; i < half; ++i) {
-      const float exponent = -9.210340371976184f * static_cast<float>(i) / static_cast<float>(half);
-      const float angle = static_cast<float>(timesteps[static_cast<size_t>(s)]) * std::exp(exponent);
-      waves[static_cast<size_t>(s * freq + i)] = std::cos(angle);
-      waves[static_cast<size_t>(s * freq + half + i)] = std::sin(angle);
-    }
-  }
+  const int64_t dim = wan_.dim(), freq = wan_.freq_dim;
+  std::vector<float> waves = make_waves(timesteps, freq), first(static_cast<size_t>(steps * dim)), time = first;
   std::vector<float> activated = time, projected(static_cast<size_t>(steps * 6 * dim));
   const auto view = [&](std::vector<float>& x, int64_t columns) { return Matrix{x.data(), DType::f32, steps, columns}; };
   host_->linear(layers_.time_1, view(waves, freq), view(first, dim), Activation::silu);
