@@ -20,7 +20,8 @@ void check(cudaError_t error, const char* what) {
 }
 
 struct DeviceWeights : Weights {
-  Buffer memory;        // bf16 [out, in]
+  Buffer memory;        // bf16 [out, depth]
+  int64_t depth = 0;    // inputs, with zeros up to a multiple of 8
   mutable Buffer bias;  // bf16 [out]: a copy of `bias_of`, made at the layer's first use
   mutable const float* bias_of = nullptr;
 };
@@ -52,14 +53,16 @@ class CudaEngine : public Engine {
   void wait() override { check(cudaStreamSynchronize(stream_), "the device"); }
 
   std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) override {
-    require(in % 8 == 0 && out % 8 == 0, Status::unsupported,
-            "a linear layer from {} to {} channels: on a GPU both must be multiples of 8", in, out);
+    require(out % 8 == 0, Status::unsupported, "a linear layer to {} channels: on a GPU it must be a multiple of 8", out);
     const std::vector<float> values = to_f32(matrix);
-    std::vector<uint16_t> bits(values.size());
-    for (size_t i = 0; i < bits.size(); ++i) bits[i] = f32_to_bf16(values[i]);
     auto packed = std::make_unique<DeviceWeights>();
     packed->in = in;
     packed->out = out;
+    packed->depth = round_up(in, 8);
+    std::vector<uint16_t> bits(static_cast<size_t>(out * packed->depth));
+    for (int64_t i = 0; i < out * in; ++i) {
+      bits[static_cast<size_t>(i / in * packed->depth + i % in)] = f32_to_bf16(values[static_cast<size_t>(i)]);
+    }
     packed->memory = allocate(2 * std::ssize(bits));
     upload(bits.data(), packed->memory.get(), 2 * std::ssize(bits));
     return packed;
@@ -67,14 +70,14 @@ class CudaEngine : public Engine {
 
   void linear(const Linear& layer, Matrix x, Matrix out, Activation then) override {
     const auto& weights = static_cast<const DeviceWeights&>(*layer.weights);
-    if (x.dtype == DType::f32) {  // a few hundred embeddings, or a patch of an unusual model
-      const Matrix rounded{scratch(x.rows * x.columns * 2), DType::bf16, x.rows, x.columns};
+    if (x.dtype == DType::f32 || x.columns != weights.depth) {  // a few hundred embeddings, or patches of an unusual model
+      const Matrix rounded{scratch(x.rows * weights.depth * 2), DType::bf16, x.rows, weights.depth};
       cuda::convert(stream_, x, rounded);
       x = rounded;
     }
     const bool fused = then == Activation::gelu_tanh;
     products_->linear(stream_, weights.memory.get(), bias_for(layer, weights, out.dtype), x.data, x.rows, weights.out,
-                      weights.in, fused, out.dtype, out.data);
+                      weights.depth, fused, out.dtype, out.data);
     if (then != Activation::none && !fused) cuda::activate(stream_, out, then);
   }
 

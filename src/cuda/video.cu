@@ -142,6 +142,13 @@ __global__ void __launch_bounds__(kThreads) convert_kernel(Matrix x, Matrix out,
   if (i < n) store4(out, i, load4(x, i));
 }
 
+__global__ void __launch_bounds__(kThreads) widen_kernel(Matrix x, Matrix out, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  const int64_t column = i % out.columns;
+  store1(out, i, column < x.columns ? load1(x, i / out.columns * x.columns + column) : 0.0f);
+}
+
 __global__ void __launch_bounds__(kThreads) add_kernel(Matrix x, Matrix y, const float* gate, int64_t n) {
   const int64_t i = 4 * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
   if (i >= n) return;
@@ -244,8 +251,12 @@ void head_norm(void* stream, Matrix x, const float* weight, float eps, const flo
 }
 
 void convert(void* stream, Matrix x, Matrix out) {
-  const int64_t n = x.rows * x.columns;
-  convert_kernel<<<blocks(n / 4), kThreads, 0, on(stream)>>>(x, out, n);
+  const int64_t n = out.rows * out.columns;
+  if (x.columns == out.columns) {
+    convert_kernel<<<blocks(n / 4), kThreads, 0, on(stream)>>>(x, out, n);
+  } else {
+    widen_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(x, out, n);
+  }
   check_launch("convert");
 }
 

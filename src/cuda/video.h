@@ -1,5 +1,5 @@
 // Kernels between the linear layers of a video model; contracts as in video/engine.h. Columns are multiples of 4, rows of a
-// matrix on 16 bytes, types f32 and bf16.
+// matrix on 16 bytes, types f32 and bf16, but for patches, and for `convert` into more columns, which become 0.
 #pragma once
 
 #include <span>
