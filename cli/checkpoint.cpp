@@ -150,8 +150,9 @@ RunIdentity identify_run(const video::Folder& folder, const video::Request& requ
                   {"model", hash_model(folder)},
                   {"noise", hash_of({&request.noise})},
                   {"condition", hash_of({&request.condition, &request.first_frame})},
-                  {"prompt", hash_of({&request.prompt.text, &request.prompt.image})},
-                  {"negative prompt", hash_of({&request.negative.text, &request.negative.image})},
+                  {"prompt", hash_of({&request.prompt.text, &request.prompt.image, &request.prompt.pooled})},
+                  {"negative prompt", hash_of({&request.negative.text, &request.negative.image, &request.negative.pooled})},
+                  {"embedded guidance", fmt::format("{}", request.prompt.guidance)},
                   {"compute", compute},
                   {"backend", context.backend().name},
                   {"instruction set", context.instruction_set()}};

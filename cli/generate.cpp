@@ -48,9 +48,18 @@ void read_inputs(const GenerateOptions& options, const std::string& path, const 
           "--image: this model's latents are a VAE's; put the encoded image into --condition");
   const io::SafeTensors file = io::read_safetensors(path);
   check_example(path, file, options.example);
-  const auto prompt = [&](const char* name) {
+  const auto prompt = [&](const std::string& name) {
+    const std::string sign = name.starts_with("negative_") ? "negative_" : "";
     video::Prompt out;
     out.text = take_floats(path, file, name, {-1, config.text_dim}, options.example);
+    if (config.text_tokens > 0) {
+      const int64_t tokens = std::ssize(out.text) / config.text_dim;
+      const int64_t length = prompt_length(path, file, sign + "prompt_attention_mask", tokens, options.example);
+      out.text.resize(static_cast<size_t>(length * config.text_dim));
+    }
+    if (config.pooled_dim > 0) {
+      out.pooled = take_floats(path, file, sign + "pooled_prompt_embeds", {config.pooled_dim}, options.example);
+    }
     if (config.image_dim > 0) {
       // Two images may stand one after the other, as diffusers gives them.
       const auto& shape =
@@ -59,10 +68,16 @@ void read_inputs(const GenerateOptions& options, const std::string& path, const 
       out.image = pair ? video::to_f32(file.tensors.at("image_embeds"))
                        : take_floats(path, file, "image_embeds", {-1, config.image_dim}, options.example);
     }
+    io::with_path(path, [&] { video::check_prompt(config, out); });
     return out;
   };
   request.prompt = prompt("prompt_embeds");
-  const bool negative = file.tensors.contains("negative_prompt_embeds");
+  const bool image = config.condition_channels > 0 || config.needs_first_frame;
+  if (config.embeds_guidance) {
+    request.prompt.guidance = options.guidance > 0 ? options.guidance : image ? 1.0 : 6.0;
+    request.guidance = 1;
+  }
+  const bool negative = !config.embeds_guidance && file.tensors.contains("negative_prompt_embeds");
   if (options.guidance == 0) request.guidance = negative ? 5.0 : 1.0;
   request.guidance_2 = options.guidance_2 == 0 ? request.guidance : options.guidance_2;
   const bool guided = request.guidance != 1 || (request.boundary > 0 && request.guidance_2 != 1);
@@ -71,7 +86,7 @@ void read_inputs(const GenerateOptions& options, const std::string& path, const 
     request.condition =
         take_floats(path, file, "condition", {config.condition_channels, size[0], size[1], size[2]}, options.example);
   }
-  if (keeps_first_frame && file.tensors.contains("condition")) {
+  if (config.needs_first_frame || (keeps_first_frame && file.tensors.contains("condition"))) {
     request.first_frame =
         take_floats(path, file, "condition", {config.latent_channels, 1, size[1], size[2]}, options.example);
   }
@@ -140,9 +155,10 @@ io::Array float_array(const std::vector<float>& values, std::vector<int64_t> sha
 // q, k, v of a call as [heads, tokens, dim], with the metadata that the other commands read.
 void write_qkv(const std::string& path, const video::ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype,
                std::initializer_list<std::pair<const char*, const std::vector<std::byte>*>> parts) {
-  const int64_t tokens = config.tokens(grid), row = config.head_dim * dtype_bytes(dtype);
+  const int64_t row = config.head_dim * dtype_bytes(dtype);
   io::SafeTensors file;
   for (const auto& [name, bytes] : parts) {
+    const int64_t tokens = std::ssize(*bytes) / (config.heads * row);  // text and all
     io::Array& array = file.tensors[name];
     array.type = dtype == DType::f32 ? io::ElementType::f32 : io::ElementType::bf16;
     array.shape = {config.heads, tokens, config.head_dim};
@@ -298,7 +314,7 @@ void run(const GenerateOptions& options) {
                               {"example", options.example},
                               {"sampler", request.sampler == video::Sampler::unipc ? "unipc" : "euler"},
                               {"shift", request.shift},
-                              {"guidance", request.guidance},
+                              {"guidance", config.embeds_guidance ? request.prompt.guidance : request.guidance},
                               {"compute", compute},
                               {"machine", machine_json(context)},
                               {"density", density},
@@ -341,14 +357,15 @@ void add_generate(CLI::App& app) {
   auto options = std::make_shared<GenerateOptions>();
   CLI::App* command = app.add_subcommand(
       "generate",
-      "Generate a video with a Wan transformer, every self-attention through the chosen method.\n"
+      "Generate a video with a Wan or HunyuanVideo transformer, every self-attention through the chosen method.\n"
       "The bundled model gives frames as PNG (and clip.mp4 where ffmpeg is installed). Other models take what a text "
       "encoder "
       "and\n"
       "a VAE made: --condition holds prompt_embeds [tokens, text_dim] and, where the model needs them,\n"
       "negative_prompt_embeds, image_embeds [tokens, image_dim] and condition [channels, T, H, W], the latents that are\n"
-      "concatenated to the noise, or for TI2V that of the first frame; latents.safetensors comes out. The folder also\n"
-      "gets run.json: settings, times and densities of every call.\n"
+      "concatenated to the noise or, [channels, 1, H, W], the first frame's (TI2V, HunyuanVideo); for HunyuanVideo\n"
+      "pooled_prompt_embeds too and, where tokens are padding, prompt_attention_mask [tokens]; latents.safetensors comes\n"
+      "out. The folder also gets run.json: settings, times and densities of every call.\n"
       "A model is a folder in diffusers' format, of a transformer or of a pipeline with transformers and scheduler (of\n"
       "Wan2.2's two experts the second takes over at the boundary), or a name that is looked up in $SCOPE_MODELS, in\n"
       "share/scope/models of the installation, and in models/ of the source tree.\n\n"
@@ -393,7 +410,10 @@ void add_generate(CLI::App& app) {
       ->excludes(seed);
   command->add_option("--shift", options->shift, "of the noise levels; the scheduler's or the model's own, or 5")
       ->check(above(0, 1000));
-  command->add_option("--guidance", options->guidance, "classifier-free guidance; 5 where there is a negative prompt")
+  command
+      ->add_option("--guidance", options->guidance,
+                   "classifier-free guidance; 5 where there is a negative prompt. HunyuanVideo embeds it: 6, or 1 "
+                   "with an image")
       ->check(above(0, 1000));
   command->add_option("--guidance-2", options->guidance_2, "of the second expert of Wan2.2; otherwise that of the first")
       ->check(above(0, 1000));

@@ -60,6 +60,28 @@ std::vector<float> take_floats(const std::string& path, const io::SafeTensors& f
   return values;
 }
 
+int64_t prompt_length(const std::string& path, const io::SafeTensors& file, const std::string& name, int64_t tokens,
+                      int64_t pick) {
+  const auto found = file.tensors.find(name);
+  if (found == file.tensors.end()) return tokens;
+  io::SafeTensors mask;  // as floats: not 0 is 1
+  io::Array& given = mask.tensors[name] = found->second;
+  const int64_t each = io::element_bytes(given.type), n = std::ssize(given.data) / each;
+  std::vector<float> ones(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) {
+    const auto first = given.data.begin() + i * each;
+    ones[static_cast<size_t>(i)] = std::any_of(first, first + each, [](std::byte b) { return b != std::byte{0}; }) ? 1 : 0;
+  }
+  given.type = io::ElementType::f32;
+  given.data.resize(ones.size() * sizeof(float));
+  std::memcpy(given.data.data(), ones.data(), given.data.size());
+  ones = take_floats(path, mask, name, {tokens}, pick);
+  const auto length = std::find(ones.begin(), ones.end(), 0.0f) - ones.begin();
+  require(length > 0 && std::find(ones.begin() + length, ones.end(), 1.0f) == ones.end(), Status::format,
+          "{}: {} must begin with ones, and have none behind its first 0", path, name);
+  return length;
+}
+
 void check_example(const std::string& path, const io::SafeTensors& file, int64_t example) {
   const auto found = file.tensors.find("prompt_embeds");
   require(example == 0 || found == file.tensors.end() || found->second.shape.size() == 3, Status::shape,

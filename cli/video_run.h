@@ -22,6 +22,10 @@ std::string find_model_folder(const std::string& name);
 // taken, may stand before it.
 std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,
                                const std::vector<int64_t>& shape, int64_t pick);
+// How many tokens of a prompt are not padding: the ones of a mask [tokens] of whole numbers or floats, all of them first;
+// all tokens where the file has no such mask. A batch as in take_floats.
+int64_t prompt_length(const std::string& path, const io::SafeTensors& file, const std::string& name, int64_t tokens,
+                      int64_t pick);
 // Refuses an example other than 0 of a file that holds one sample.
 void check_example(const std::string& path, const io::SafeTensors& file, int64_t example);
 std::array<int64_t, 3> parse_grid(const std::string& text);

@@ -80,8 +80,9 @@ void Fields::real(const char* name, double low, double high, double& value) {
   value = found->get<double>();
 }
 
-size_t Fields::text(const char* name, const std::vector<std::string>& expected) {
+size_t Fields::text(const char* name, const std::vector<std::string>& expected, bool nullable) {
   const json* found = find(name);
+  if (nullable && (found == nullptr || found->is_null())) return expected.size();
   const auto at = found == nullptr || !found->is_string()
                       ? expected.end()
                       : std::find(expected.begin(), expected.end(), found->get_ref<const std::string&>());

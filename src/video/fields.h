@@ -26,8 +26,8 @@ class Fields {
   void triple(const char* name, int64_t low, int64_t high, std::array<int64_t, 3>& value);
   void boolean(const char* name, bool& value);
   void real(const char* name, double low, double high, double& value);
-  // Only one of these texts will do: which.
-  size_t text(const char* name, const std::vector<std::string>& expected);
+  // Only one of these texts will do: which. Where `nullable`, an absent field and null are their number.
+  size_t text(const char* name, const std::vector<std::string>& expected, bool nullable = false);
   // What nobody asked for is refused, because it could change the model; keys that begin with _ cannot.
   void end() const;
 

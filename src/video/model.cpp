@@ -16,6 +16,16 @@ const Family& find_family(std::string_view config) {
 
 }  // namespace
 
+void check_prompt(const ModelConfig& config, const Prompt& prompt) {
+  const int64_t size = std::ssize(prompt.text), tokens = size / config.text_dim;
+  require(size > 0 && size % config.text_dim == 0, Status::shape, "prompt_embeds: got {} numbers, expected rows of {}", size,
+          config.text_dim);
+  require(config.text_tokens == 0 || tokens <= config.text_tokens, Status::shape,
+          "prompt_embeds: got {} tokens, this model takes up to {}", tokens, config.text_tokens);
+  require(std::ssize(prompt.pooled) == config.pooled_dim, Status::shape,
+          "pooled_prompt_embeds: got {} numbers, this model takes {}", prompt.pooled.size(), config.pooled_dim);
+}
+
 ModelConfig parse_model_config(std::string_view json) { return find_family(json).parse(json); }
 
 ModelConfig read_model_config(const std::string& folder) { return read_config(folder, parse_model_config); }

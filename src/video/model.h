@@ -21,9 +21,12 @@ struct ModelConfig {
   std::array<int64_t, 3> patch = {};    // latent elements of a token along T, H and W
   int64_t latent_channels = 0;          // of the noise and the sample
   int64_t condition_channels = 0;       // that stand beside the noisy latent
+  bool needs_first_frame = false;       // of the sample, as a latent
   int64_t text_dim = 0, image_dim = 0;  // channels of an encoded prompt and image; image_dim 0: it takes none
   int64_t image_tokens = 0;             // of all images together; 0: any number
   int64_t text_tokens = 0;              // in self-attention beside the video's, padding included; 0: none
+  int64_t pooled_dim = 0;               // channels of a prompt as one vector; 0: it takes none
+  bool embeds_guidance = false;         // guidance is an input of the model, which runs once a step then
 
   // Tokens of a self-attention.
   int64_t tokens(const std::array<int64_t, 3>& grid) const { return grid[0] * grid[1] * grid[2] + text_tokens; }
@@ -32,9 +35,13 @@ struct ModelConfig {
 
 // Encoded text and image of one guidance branch: f32 on the host.
 struct Prompt {
-  std::vector<float> text;   // [tokens, text_dim]
-  std::vector<float> image;  // [tokens, image_dim]; empty where the model takes none
+  std::vector<float> text;         // [tokens, text_dim], without padding where text is among the tokens of self-attention
+  std::vector<float> image;        // [tokens, image_dim]; empty where the model takes none
+  std::vector<float> pooled = {};  // [pooled_dim]; empty where the model takes none
+  double guidance = 1;             // where the model embeds it
 };
+// Throws Status::shape where a model does not take a prompt's text, or what is pooled of it.
+void check_prompt(const ModelConfig& config, const Prompt& prompt);
 
 // The tokens of a self-attention that are not video's. Every query sees the text's keys, the text's queries see every key.
 struct TextTokens {

@@ -165,6 +165,7 @@ Sample generate(const OpenModel& open, const Request& request) {
   check("noise", request.noise, config.latent_channels, size);
   check("condition", request.condition, config.condition_channels, size);
   if (!request.first_frame.empty()) check("first frame", request.first_frame, config.latent_channels, {1, size[1], size[2]});
+  require(!config.needs_first_frame || !request.first_frame.empty(), Status::shape, "first frame: this model needs one");
   const auto branches_of = [&](int64_t expert) { return guidance_of(request, expert) == 1 ? 1 : 2; };
   const int64_t branches = std::max(branches_of(experts.front()), branches_of(experts.back()));
   std::unique_ptr<Pass> pass;
@@ -188,8 +189,8 @@ Sample generate(const OpenModel& open, const Request& request) {
   Stepper stepper(engine, request.sampler, request.steps, request.shift, std::ssize(request.noise));
 
   Sample sample;
-  const auto fetch = [&](Matrix x) {
-    std::vector<std::byte> host(static_cast<size_t>(x.rows * x.columns * dtype_bytes(x.dtype)));
+  const auto fetch = [&](Matrix x, const TextTokens& text) {
+    std::vector<std::byte> host(static_cast<size_t>((x.rows - text.padding) * x.columns * dtype_bytes(x.dtype)));
     engine.download(x.data, host.data(), std::ssize(host));
     return host;
   };
@@ -235,7 +236,7 @@ Sample generate(const OpenModel& open, const Request& request) {
     for (int64_t branch = 0; branch < branches_of(expert); ++branch) {
       const auto attend = [&](int64_t layer, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text) {
         if (request.wanted && request.wanted(step, layer, branch)) {
-          request.watch(step, layer, branch, q.dtype, fetch(q), fetch(k), fetch(v));
+          request.watch(step, layer, branch, q.dtype, fetch(q, text), fetch(k, text), fetch(v, text));
         }
         sample.calls.push_back(attention.run({layer, step, request.steps}, branch, q, k, v, out, text));
         if (request.done) request.done(sample.calls.back());

@@ -40,7 +40,8 @@ struct Request {
   std::vector<float> first_frame;                    // [latent_channels, 1, H, W] of the sample; empty: it is made too
   Prompt prompt, negative;                           // the second is read when a guidance is not 1
   std::function<void(const CallReport&)> done = {};  // after each self-attention
-  // Before each self-attention, what goes in: [tokens, heads x head_dim] on the host in `dtype`; null: not wanted.
+  // Before each self-attention, what goes in: [tokens, heads x head_dim] on the host in `dtype`, without padding; null:
+  // not wanted.
   std::function<bool(int64_t step, int64_t layer, int64_t branch)> wanted = {};
   std::function<void(int64_t step, int64_t layer, int64_t branch, DType dtype, std::vector<std::byte> q,
                      std::vector<std::byte> k, std::vector<std::byte> v)>

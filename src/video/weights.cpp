@@ -1,6 +1,7 @@
 // Reads the index of shards and the tensors, and holds each against the list.
 #include "video/weights.h"
 
+#include <algorithm>
 #include <cstring>
 #include <set>
 
@@ -24,13 +25,29 @@ void check_tensor(const Tensor& expected, const io::Array& got) {
           Status::format, "tensor '{}': got {}, expected f32, bf16 or f16", name, io::element_name(got.type));
 }
 
+// Columns first .. first + count - 1 of a matrix.
+io::Array columns_of(const io::Array& from, int64_t first, int64_t count) {
+  const int64_t each = io::element_bytes(from.type), rows = from.shape[0], row = from.shape[1] * each;
+  io::Array out{from.type, {rows, count}, std::vector<std::byte>(static_cast<size_t>(rows * count * each))};
+  for (int64_t i = 0; i < rows; ++i) {
+    std::copy_n(from.data.begin() + i * row + first * each, count * each, out.data.begin() + i * count * each);
+  }
+  return out;
+}
+
 // Every dimension but the first is one of the matrix's inputs.
 void load(const Tensor& tensor, const io::Array& from, Engine& keeper, LoadedTensors& loaded) {
-  if (const auto* matrix = std::get_if<const Weights**>(&tensor.place)) {
+  const auto pack = [&](const io::Array& matrix, const Weights** place) {
     int64_t in = 1;
-    for (size_t i = 1; i < from.shape.size(); ++i) in *= from.shape[i];
-    loaded.matrices.push_back(keeper.pack(from, from.shape[0], in));
-    **matrix = loaded.matrices.back().get();
+    for (size_t i = 1; i < matrix.shape.size(); ++i) in *= matrix.shape[i];
+    loaded.matrices.push_back(keeper.pack(matrix, matrix.shape[0], in));
+    *place = loaded.matrices.back().get();
+  };
+  if (const auto* matrix = std::get_if<const Weights**>(&tensor.place)) {
+    pack(from, *matrix);
+  } else if (const auto* split = std::get_if<SplitMatrix>(&tensor.place)) {
+    pack(columns_of(from, 0, split->left), split->first);
+    pack(columns_of(from, split->left, from.shape[1] - split->left), split->second);
   } else {
     loaded.vectors.push_back(uploaded(keeper, to_f32(from)));
     *std::get<const float**>(tensor.place) = static_cast<const float*>(loaded.vectors.back().get());

@@ -26,12 +26,19 @@ auto read_config(const std::string& folder, Parse parse) {
 // Which file of the folder holds each tensor. Whatever is wrong with the text is Error(Status::format).
 std::map<std::string, std::string> parse_index(std::string_view json);
 
+// A linear layer whose first `left` inputs come in one matrix and the others in another.
+struct SplitMatrix {
+  int64_t left;
+  const Weights** first;
+  const Weights** second;
+};
+
 // One tensor of a model: what the files must hold, where it goes, and who keeps it.
 struct Tensor {
   std::string name;
   std::vector<int64_t> shape;
-  std::variant<const Weights**, const float**> place;  // a linear layer's matrix, or f32 as they are
-  bool on_host = false;                                // not on the model's engine
+  std::variant<const Weights**, const float**, SplitMatrix> place;  // a linear layer's matrix, or f32 as they are
+  bool on_host = false;                                             // not on the model's engine
 };
 
 struct TensorList {

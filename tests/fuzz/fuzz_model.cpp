@@ -4,7 +4,21 @@
 
 #include "video/folder.h"
 #include "video/media.h"
+#include "video/models/hunyuan/layers.h"
 #include "video/models/wan/layers.h"
+
+namespace {
+
+// Each name and every dimension of a model's tensors.
+void check(const scope::video::TensorList& list) {
+  for (const scope::video::Tensor& tensor : list.tensors) {
+    for (const int64_t n : tensor.shape) {
+      if (n < 1 || tensor.name.empty()) std::abort();
+    }
+  }
+}
+
+}  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace scope::video;
@@ -24,11 +38,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const wan::Config config = wan::parse_config(text);
     if (config.layers * config.heads > 64) return;
     wan::Layers layers;
-    for (const Tensor& tensor : wan::list_tensors(config, layers).tensors) {
-      for (const int64_t n : tensor.shape) {
-        if (n < 1 || tensor.name.empty()) std::abort();
-      }
-    }
+    check(wan::list_tensors(config, layers));
+  });
+  refused([&] {
+    const hunyuan::Config config = hunyuan::parse_config(text);
+    if (config.common().layers * config.heads > 64 || config.refiner_blocks > 64) return;
+    hunyuan::Layers layers;
+    check(hunyuan::list_tensors(config, layers));
   });
   refused([&] {
     for (const auto& item : parse_index(text)) {

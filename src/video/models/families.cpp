@@ -3,10 +3,10 @@
 
 namespace scope::video {
 
-extern const Family kWan;
+extern const Family kHunyuan, kWan;
 
 std::span<const Family* const> families() {
-  static constexpr const Family* kFamilies[] = {&kWan};
+  static constexpr const Family* kFamilies[] = {&kWan, &kHunyuan};
   return kFamilies;
 }
 

@@ -24,16 +24,19 @@ CASES = {
 GRID = (3, 4, 5)
 
 
-def make(config, seed):
-    """A model whose every part matters: weights as large as their sums allow, gates and norms away from 0 and 1."""
-    torch.manual_seed(seed)
-    model = WanTransformer3DModel(**BASE | config).eval()
+def randomise(model):
+    """Makes every part matter: weights as large as their sums allow, gates and norms away from 0 and 1."""
     for name, p in model.named_parameters():
-        if "norm" in name and name.endswith("weight"):
+        if "norm" in name and name.endswith("weight") and p.ndim == 1:
             torch.nn.init.uniform_(p, 0.5, 1.5)
         else:
             torch.nn.init.normal_(p, std=p[0].numel() ** -0.5 if p.ndim > 1 and "table" not in name else 0.3)
     return model
+
+
+def make(config, seed):
+    torch.manual_seed(seed)
+    return randomise(WanTransformer3DModel(**BASE | config).eval())
 
 
 def inputs(model, seed):
