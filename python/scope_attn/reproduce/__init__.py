@@ -1,0 +1,1 @@
+"""python -m scope_attn.reproduce: the paper's tables from your own weights, through diffusers."""
