@@ -28,13 +28,13 @@ $pytorch/bin/python - "$(echo venv/lib/python3*/site-packages)/pytorch.pth" <<'P
 import sys, sysconfig
 open(sys.argv[1], "w").write(sysconfig.get_paths()["purelib"] + "\n")
 PATHS
-venv/bin/pip install -q transformers peft ftfy  # diffusers' pipelines and LoRA
-export OMP_NUM_THREADS=1                        # PyTorch's threads spin while the library's work
+venv/bin/pip install -q transformers peft ftfy imageio imageio-ffmpeg  # diffusers' pipelines, LoRA and .mp4
+export OMP_NUM_THREADS=1  # PyTorch's threads spin while the library's work
 SCOPE_TABLES=$PWD/tables.md $python -m pytest -q -p no:cacheprovider ../../tests/python_package
 # The same packages, but for diffusers and what that cannot work with.
 python3 -m venv --without-pip oldest
 cat venv/lib/python3*/site-packages/pytorch.pth >"$(echo oldest/lib/python3*/site-packages)/packages.pth"
 realpath venv/lib/python3*/site-packages >>"$(echo oldest/lib/python3*/site-packages)/packages.pth"
 venv/bin/pip --python oldest/bin/python install -q diffusers==0.36.0
-oldest/bin/python -m pytest -q -p no:cacheprovider -W ignore ../../tests/python_package/test_{diffusers,ranks}.py \
+oldest/bin/python -m pytest -q -p no:cacheprovider -W ignore ../../tests/python_package/test_{diffusers,ranks,prompt_to_video}.py \
   ../../tests/python_package/test_reproduce.py::test_six
