@@ -31,6 +31,7 @@ struct AblateOptions : VideoInputs {
   std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, profile, resume, output, csv, plot, commit;
   PointFlags at{.set = {}, .density = "0.2", .rho = ""};
   int64_t seeds = 8, first_seed = 0, steps = 0;  // 0: the model's
+  double shift = 0, guidance = 0;                // 0: the model's
   bool no_control = false;
   MachineFlags machine;
 };
@@ -142,20 +143,27 @@ class Ablation {
     require(options.first_seed <= std::numeric_limits<int64_t>::max() - options.seeds, Status::invalid_argument,
             "--first-seed: got {}, and {} seeds from there on go past 2^63 - 1", options.first_seed, options.seeds);
     steps_ = options.steps == 0 ? notes_.steps : options.steps;
-    require(notes_.rgb, Status::unsupported, "--model: videos are compared as frames, and {} gives latents", options.model);
     takes_f32_ = finest_dtype(context_) == DType::f32;
     compute_ = checked_compute(context_, options.compute);
+    require(notes_.grid[0] > 0 || !options.grid.empty(), Status::invalid_argument,
+            "--grid: this model needs one, as TxHxW in tokens");
     grid_ = options.grid.empty() ? notes_.grid : parse_grid(options.grid);
     for (const int64_t n : grid_) {
       require(n <= config_.rope_max, Status::shape, "--grid: got {}, this model takes up to {} tokens along an axis",
               io::join(grid_, "x"), config_.rope_max);
     }
-    require(grid_[0] > 1, Status::shape, "--grid: got {}, one frame, which is given to the model; expected at least two",
-            io::join(grid_, "x"));
+    given_frames_ = notes_.rgb || config_.condition_channels > 0 || config_.needs_first_frame ? 1 : 0;
+    require(grid_[0] > given_frames_, Status::shape,
+            "--grid: got {}, one frame, which is given to the model; expected at least two", io::join(grid_, "x"));
     size_ = video::latent_size(config_, grid_);
     inputs_ = options;
     if (inputs_.condition.empty() && io::exists(folder_ + "/held_out.safetensors")) {
       inputs_.condition = folder_ + "/held_out.safetensors";
+    }
+    if (notes_.rgb) {
+      require(options.guidance == 0, Status::invalid_argument, "--guidance: this model was trained without");
+    } else {
+      check_latents();
     }
     make_rows();
   }
@@ -187,7 +195,7 @@ class Ablation {
     video::generate(*model, request);
 
     const int64_t begin = std::ssize(dense_), runs = (options_.seeds - begin) * (1 + std::ssize(rows_));
-    progress_ = std::make_unique<Progress>("ablate", runs * steps_ * config_.layers);
+    progress_ = std::make_unique<Progress>("ablate", runs * steps_ * config_.layers * (guidance_ == 1 ? 1 : 2));
     for (int64_t seed = begin; seed < options_.seeds; ++seed) {  // counted from the first
       const Video dense = make_video(*model, seed, "dense", parse_method("dense", ""));
       if (seed == begin && runs > 1) {
@@ -219,8 +227,8 @@ class Ablation {
     fmt::print("dense: {:.2f} s a video (median)\n", median(each(dense_, [](const Result& r) { return r.total; })));
     for (const Row& row : rows_) {
       if (!row.control) continue;
-      fmt::print("control, {}: {} (pooled {}), SSIM {:.4f}; what is near it cannot be told from rounding\n", row.variant,
-                 psnr_text(row), decibel_text(mean(each(row.results, &Result::pooled_psnr))),
+      fmt::print("control, {}: {}{} (pooled {}), SSIM {:.4f}; what is near it cannot be told from rounding\n", row.variant,
+                 notes_.rgb ? "" : "latents ", psnr_text(row), decibel_text(mean(each(row.results, &Result::pooled_psnr))),
                  mean(each(row.results, &Result::ssim)));
     }
     for (const Table& table : tables_) {
@@ -228,8 +236,9 @@ class Ablation {
       for (const double point : points(table)) {
         for (const Row* row : table_rows(table, point)) width = std::max(width, label(*row).size());
       }
-      fmt::print("\n{}\n{:<{}}  {:>7}  {:>13}  {:>6}  {:>6}  {:>15}  {:>6}  {:>7}  {:>7}\n", bold(table.title), "", width,
-                 "density", "PSNR ± sd", "pooled", "SSIM", "paired ± sd", "wins", "calls", "run");
+      fmt::print("\n{}\n{:<{}}  {:>7}  {:>13}  {:>6}  {:>6}  {:>15}  {:>6}  {:>7}  {:>7}\n",
+                 bold(notes_.rgb ? table.title : table.title + ", by latents"), "", width, "density", "PSNR ± sd", "pooled",
+                 "SSIM", "paired ± sd", "wins", "calls", "run");
       for (const double point : points(table)) {
         const Row* first = nullptr;
         for (const Row* row : table_rows(table, point)) {
@@ -248,14 +257,20 @@ class Ablation {
     for (const auto& [variant, why] : skipped_) fmt::print("not run: {}: {}\n", variant, why);
     print_notes();
     print_first_calls();
+    if (!notes_.rgb) {
+      fmt::print(
+          "PSNR and SSIM are of latents, each channel in [0, 1] by the dense video's least and greatest: they rank\n"
+          "variants of this model, and are no figures of frames.\n");
+    }
     fmt::print(
-        "PSNR in dB and SSIM against the dense video of the same seed, without frame 0, which is given: mean and standard\n"
+        "PSNR in dB and SSIM against the dense video of the same seed{}: mean and standard\n"
         "deviation over seeds; paired: difference from the first line of the density or rho, seed by seed, and how many of "
         "them "
         "are\n"
         "ahead; calls: self-attention of the calls that ran sparse, selection included, dense ÷ variant; run: whole video, "
         "dense ÷\n"
-        "variant; both medians over seeds.\n");
+        "variant; both medians over seeds.\n",
+        given_frames_ > 0 ? ", without frame 0, which is given" : "");
   }
 
   bool finished() const { return std::ssize(dense_) == options_.seeds; }
@@ -277,8 +292,9 @@ class Ablation {
 
   std::string csv() const {
     std::string out = fmt::format(
-        "variant,{},seed,density,psnr,pooled_psnr,ssim,seconds,sparse_seconds,dense_seconds,same_calls_dense_seconds\n",
-        point_name());
+        "variant,{0},seed,density,{1}psnr,{1}pooled_psnr,{1}ssim,"
+        "seconds,sparse_seconds,dense_seconds,same_calls_dense_seconds\n",
+        point_name(), notes_.rgb ? "" : "latents_");
     for (const Row& row : rows_) {
       for (size_t i = 0; i < row.results.size(); ++i) {
         const Result& r = row.results[i];
@@ -295,7 +311,7 @@ class Ablation {
     const Table& table = *std::max_element(tables_.begin(), tables_.end(), [](const Table& a, const Table& b) {
       return split(a.points, ',').size() < split(b.points, ',').size();
     });
-    Chart chart{.title = "PSNR against dense, by density",
+    Chart chart{.title = notes_.rgb ? "PSNR against dense, by density" : "PSNR of latents against dense, by density",
                 .x_label = "density of the sparse calls",
                 .y_label = "dB, mean over seeds",
                 .note = fmt::format("{} at {}, {} steps, {} seeds, {}", options_.model, io::join(grid_, "x"), steps_,
@@ -342,8 +358,19 @@ class Ablation {
 
   struct Video {
     video::Sample sample;
-    std::vector<io::Image> frames;
+    std::vector<io::Image> frames;  // of a model that gives them
   };
+
+  void check_latents() const {
+    require(
+        !inputs_.condition.empty(), Status::invalid_argument,
+        "--condition: this model needs a .safetensors file with prompt_embeds and what else scope generate --help lists");
+    require(options_.images.empty(), Status::invalid_argument,
+            "--image: this model's latents are a VAE's; put the encoded image into --condition");
+    require(size_[1] >= kSsimWindow && size_[2] >= kSsimWindow, Status::shape,
+            "--grid: got {}, latents of {} x {} in a frame, and SSIM's window is {} x {}", io::join(grid_, "x"), size_[1],
+            size_[2], kSsimWindow, kSsimWindow);
+  }
 
   std::string other_compute() const { return compute_ == "bf16" ? "f32" : "bf16"; }
 
@@ -461,9 +488,15 @@ class Ablation {
     video::Request request;
     request.grid = grid_;
     request.steps = steps_;
-    request.shift = notes_.shift;
+    request.shift = shift();
     request.settings = settings;
-    read_rgb_inputs(clips_[static_cast<size_t>(seed) % clips_.size()], folder_, notes_, config_, size_, request);
+    const VideoInputs& clip = clips_[static_cast<size_t>(seed) % clips_.size()];
+    if (notes_.rgb) {
+      read_rgb_inputs(clip, folder_, notes_, config_, size_, request);
+    } else {
+      read_latent_inputs(clip, options_.guidance, config_, size_, request);
+      guidance_ = request.guidance;
+    }
     request.noise = video::make_noise(static_cast<uint64_t>(options_.first_seed + seed),
                                       config_.latent_channels * size_[0] * size_[1] * size_[2]);
     return request;
@@ -474,17 +507,19 @@ class Ablation {
     const std::string note = fmt::format("seed {} of {}, {}", seed + 1, options_.seeds, name);
     request.done = [&](const video::CallReport&) { progress_->step(note); };
     Video out{video::generate(model, request), {}};
-    out.frames = video::to_frames(out.sample.latent, size_);
+    if (notes_.rgb) out.frames = video::to_frames(out.sample.latent, size_);
     return out;
   }
 
   Result compare(const Video& dense, const Video& clip) const {
-    std::vector<FrameQuality> frames(clip.frames.size());
+    std::vector<FrameQuality> frames(static_cast<size_t>(size_[0]));
+    const LatentScale scale(dense.sample.latent, config_.latent_channels);
     context_.exec().pool->run(std::ssize(frames), [&](int64_t i, int) {
-      frames[static_cast<size_t>(i)] =
-          compare_frames(dense.frames[static_cast<size_t>(i)], clip.frames[static_cast<size_t>(i)]);
+      const auto at = static_cast<size_t>(i);
+      frames[at] = notes_.rgb ? compare_frames(dense.frames[at], clip.frames[at])
+                              : compare_latents(dense.sample.latent, clip.sample.latent, size_, scale, i);
     });
-    const VideoQuality quality = summarise(std::move(frames), 1);
+    const VideoQuality quality = summarise(std::move(frames), given_frames_);
     const auto seconds = seconds_json(clip.sample);
     Result out{.psnr = quality.mean_psnr,
                .pooled_psnr = quality.pooled_psnr,
@@ -537,19 +572,22 @@ class Ablation {
 
   // What the videos are of, the same for all that go into one result.
   nlohmann::ordered_json about() const {
-    return {{"version", SCOPE_VERSION},
-            {"commit", options_.commit},
-            {"suite", options_.suite},
-            {"model", fs::path(folder_).filename().string()},
-            {"grid", grid_},
-            {"steps", steps_},
-            {"first_seed", options_.first_seed},
-            {"clips", clips_.size()},
-            {"clip_names", clip_names()},
-            {"condition", fs::path(inputs_.condition).filename().string()},
-            {"shift", notes_.shift},
-            {"compute", compute_}};
+    nlohmann::ordered_json out{{"version", SCOPE_VERSION},
+                               {"commit", options_.commit},
+                               {"suite", options_.suite},
+                               {"model", fs::path(folder_).filename().string()},
+                               {"grid", grid_},
+                               {"steps", steps_},
+                               {"first_seed", options_.first_seed},
+                               {"clips", clips_.size()},
+                               {"clip_names", clip_names()},
+                               {"condition", fs::path(inputs_.condition).filename().string()},
+                               {"shift", shift()},
+                               {"compute", compute_}};
+    if (!notes_.rgb) out.update({{"compared", "latents"}, {"guidance", guidance_}});
+    return out;
   }
+  double shift() const { return options_.shift == 0 ? notes_.shift : options_.shift; }
 
   // The seeds of another run of these videos, from its JSON, which is not trusted.
   void take_seeds() {
@@ -699,6 +737,8 @@ class Ablation {
   bool takes_f32_ = true;  // so that the control is the other type, and else another kernel
   std::string compute_;
   std::array<int64_t, 3> grid_ = {}, size_ = {};
+  int64_t given_frames_ = 1;  // the first, which do not count
+  double guidance_ = 1;
   VideoInputs inputs_;
   int64_t steps_ = 0;
   std::vector<VideoInputs> clips_;
@@ -742,14 +782,18 @@ void add_ablate(CLI::App& app) {
       "Generate the same videos densely and by variants of a method at matched density, and judge them by paired seeds.\n"
       "Seed s is noise s and clip s (modulo how many there are). Every density is solved in the calls;\n"
       "with --rho each variant runs at that rho, and its density is what it keeps there.\n"
-      "A control shows what rounding does to a video: dense again in the other type (CPU) or by the other kernel (GPU).\n\n"
+      "A control shows what rounding does to a video: dense again in the other type (CPU) or by the other kernel (GPU).\n"
+      "A model that gives no frames is judged by its latents, and what is printed and written says so: --condition is that "
+      "of\n"
+      "scope generate, each of its prompts a clip.\n\n"
       "  scope ablate --variants scope,scope:partition=even:8,svg2 --density 0.1,0.2 -o result.json\n"
       "  scope ablate --suite paper --backend cuda -o result.json --plot psnr.svg\n"
       "  scope ablate --variants scope,svg2 --set target_scope=head    # every head meets the density by itself\n"
       "  scope ablate --variants scope,scope:rule=top_p --rho 0.8,0.9\n"
       "  scope ablate --variants scope,scope:density_steps=0.2:0.3,1:0.1,fast    # densities of their own, beside every "
       "one\n"
-      "  scope ablate --grid 21x45x80 --condition 720p.safetensors --seeds 3 --backend cuda");
+      "  scope ablate --grid 21x45x80 --condition 720p.safetensors --seeds 3 --backend cuda\n"
+      "  scope ablate --model Wan2.1-T2V-1.3B-Diffusers/transformer --grid 21x30x52 --condition prompts.safetensors");
   CLI::Option* variants =
       command->add_option("--variants", options->variants,
                           "rows of `scope methods`, with settings as name:setting=value+setting=value; otherwise scope");
@@ -769,12 +813,14 @@ void add_ablate(CLI::App& app) {
   command->add_option("--clips", options->clips, "which samples of the condition, as 0,2; otherwise all");
   command->add_option("--steps", options->steps, "Euler steps; otherwise the model's, or 20")
       ->check(whole(1, kMostSamplerSteps));
-  command->add_option("--model", options->model, "model folder, or the name of a bundled one; it must give RGB frames")
-      ->capture_default_str();
+  command->add_option("--model", options->model, "model folder, or the name of a bundled one")->capture_default_str();
   command->add_option("--grid", options->grid, "tokens along T, H and W, as 13x20x32; the model's default");
   command->add_option("--condition", options->condition,
                       "prompt embeddings and first frames; otherwise the model's held_out.safetensors or examples");
   command->add_option("--image", options->images, "first frames as PNG, a.png,b.png; otherwise the condition's");
+  command->add_option("--shift", options->shift, "of the noise levels; the model's own, or 5")->check(above(0, 1000));
+  command->add_option("--guidance", options->guidance, "classifier-free guidance; 5 where there is a negative prompt")
+      ->check(above(0, 1000));
   command->add_option("--compute", options->compute, "f32 or bf16; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_option("--profile", options->profile,

@@ -353,6 +353,14 @@ void run(const GenerateOptions& options) {
 
 }  // namespace
 
+void read_latent_inputs(const VideoInputs& inputs, double guidance, const video::ModelConfig& config,
+                        const std::array<int64_t, 3>& size, video::Request& request) {
+  GenerateOptions options;
+  static_cast<VideoInputs&>(options) = inputs;
+  options.guidance = request.guidance = guidance;
+  read_inputs(options, inputs.condition, config, /*keeps_first_frame=*/false, size, request);
+}
+
 void add_generate(CLI::App& app) {
   auto options = std::make_shared<GenerateOptions>();
   CLI::App* command = app.add_subcommand(

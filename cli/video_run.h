@@ -38,6 +38,10 @@ std::unique_ptr<video::Engine> make_engine(const Context& context, const std::st
 void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Notes& notes,
                      const video::ModelConfig& config, const std::array<int64_t, 3>& size, video::Request& request);
 
+// What other models are conditioned on, from the tensors of the condition. guidance: 0 takes what `scope generate` does.
+void read_latent_inputs(const VideoInputs& inputs, double guidance, const video::ModelConfig& config,
+                        const std::array<int64_t, 3>& size, video::Request& request);
+
 // The row of the known models that a run takes settings from: the one of that name, or without a name the only one whose
 // layers, heads and RoPE the folder has; of two experts, the row of Wan2.2 for text or for images. Null for `none`, and
 // where none or several fit; several are listed on stdout.

@@ -48,6 +48,25 @@ double plain_ssim(const io::Image& a, const io::Image& b) {
   return total / windows;
 }
 
+// The colours of an image are channels of a latent at any scale: the dense video's range is what counts.
+TEST(VideoQuality, LatentsAreScaledByTheReference) {
+  io::Image a = noise(12, 15, 1, 20), b = noise(12, 15, 2, 20);
+  for (size_t c = 0; c < 3; ++c) a.rgb[c] = 0, a.rgb[3 + c] = 255;
+  std::vector<float> x, y;
+  for (size_t c = 0; c < 3; ++c) {
+    for (size_t i = c; i < a.rgb.size(); i += 3) x.push_back(2.5f * a.rgb[i] - 70), y.push_back(2.5f * b.rgb[i] - 70);
+  }
+  const FrameQuality expected = compare_frames(a, b), got = compare_latents(x, y, {1, 12, 15}, LatentScale(x, 3), 0);
+  EXPECT_NEAR(got.mse, expected.mse, 1e-7);
+  EXPECT_NEAR(got.ssim, expected.ssim, 1e-6);
+  EXPECT_TRUE(std::isinf(compare_latents(x, x, {1, 12, 15}, LatentScale(x, 3), 0).psnr));
+  const std::vector<float> flat(x.size(), 4.0f);  // nothing to divide by
+  EXPECT_TRUE(std::isinf(compare_latents(flat, flat, {1, 12, 15}, LatentScale(flat, 3), 0).psnr));
+  y[3] = NAN;
+  EXPECT_THROW(compare_latents(x, y, {1, 12, 15}, LatentScale(x, 3), 0), Error);
+  EXPECT_THROW(compare_latents(x, x, {1, 9, 20}, LatentScale(x, 3), 0), Error);
+}
+
 TEST(VideoQuality, IsTheDefinition) {
   for (const auto& [height, width] : {std::pair<int64_t, int64_t>{11, 11}, {12, 30}, {25, 17}}) {
     for (const int spread : {2, 20, 90}) {

@@ -1,7 +1,7 @@
 // Squared differences, and local means, variances and covariances by a separable Gaussian, in float64.
 #include "measure/video_quality.h"
 
-#include <array>
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -50,12 +50,10 @@ Plane blurred(const Plane& in) {
   return out;
 }
 
-double channel_ssim(const io::Image& a, const io::Image& b, int64_t channel) {
-  const int64_t pixels = a.height * a.width;
-  Plane x(a.height, a.width), y = x, xx = x, yy = x, xy = x;
-  for (int64_t i = 0; i < pixels; ++i) {
-    const double p = x.values[i] = a.rgb[3 * i + channel] / 255.0;
-    const double q = y.values[i] = b.rgb[3 * i + channel] / 255.0;
+double plane_ssim(const Plane& x, const Plane& y) {
+  Plane xx(x.height, x.width), yy = xx, xy = xx;
+  for (size_t i = 0; i < x.values.size(); ++i) {
+    const double p = x.values[i], q = y.values[i];
     xx.values[i] = p * p;
     yy.values[i] = q * q;
     xy.values[i] = p * q;
@@ -69,6 +67,12 @@ double channel_ssim(const io::Image& a, const io::Image& b, int64_t channel) {
     sum += (2 * p * q + kC1) * (2 * covariance + kC2) / ((p * p + q * q + kC1) * (vx + vy + kC2));
   }
   return sum / static_cast<double>(mx.values.size());
+}
+
+Plane colour(const io::Image& image, int64_t channel) {
+  Plane out(image.height, image.width);
+  for (size_t i = 0; i < out.values.size(); ++i) out.values[i] = image.rgb[3 * i + channel] / 255.0;
+  return out;
 }
 
 }  // namespace
@@ -87,7 +91,42 @@ FrameQuality compare_frames(const io::Image& a, const io::Image& b) {
   FrameQuality quality;
   quality.mse = static_cast<double>(squares) / (255.0 * 255.0) / static_cast<double>(a.rgb.size());
   quality.psnr = psnr_of(quality.mse);
-  for (int64_t c = 0; c < 3; ++c) quality.ssim += channel_ssim(a, b, c) / 3;
+  for (int64_t c = 0; c < 3; ++c) quality.ssim += plane_ssim(colour(a, c), colour(b, c)) / 3;
+  return quality;
+}
+
+LatentScale::LatentScale(const std::vector<float>& latent, int64_t channels) {
+  const int64_t each = std::ssize(latent) / channels;
+  for (int64_t c = 0; c < channels; ++c) {
+    const auto [least, greatest] = std::minmax_element(latent.begin() + c * each, latent.begin() + (c + 1) * each);
+    low.push_back(*least);
+    factor.push_back(*greatest > *least ? 1 / (static_cast<double>(*greatest) - *least) : 1);
+  }
+}
+
+FrameQuality compare_latents(const std::vector<float>& a, const std::vector<float>& b, const std::array<int64_t, 3>& size,
+                             const LatentScale& scale, int64_t frame) {
+  const int64_t frames = size[0], height = size[1], width = size[2], pixels = height * width,
+                channels = std::ssize(scale.low);
+  require(height >= kSsimWindow && width >= kSsimWindow, Status::shape,
+          "latents: got {} x {} elements in a frame, expected at least SSIM's window of {} x {}", width, height, kSsimWindow,
+          kSsimWindow);
+  FrameQuality quality;
+  for (int64_t c = 0; c < channels; ++c) {
+    const auto plane = [&](const std::vector<float>& latent) {
+      Plane out(height, width);
+      const float* from = latent.data() + (c * frames + frame) * pixels;
+      for (int64_t i = 0; i < pixels; ++i) out.values[i] = (from[i] - scale.low[c]) * scale.factor[c];
+      return out;
+    };
+    const Plane x = plane(a), y = plane(b);
+    for (int64_t i = 0; i < pixels; ++i) {
+      quality.mse += (x.values[i] - y.values[i]) * (x.values[i] - y.values[i]) / static_cast<double>(channels * pixels);
+    }
+    quality.ssim += plane_ssim(x, y) / static_cast<double>(channels);
+  }
+  require(std::isfinite(quality.mse), Status::non_finite, "latents: frame {} holds NaN or Inf", frame);
+  quality.psnr = psnr_of(quality.mse);
   return quality;
 }
 

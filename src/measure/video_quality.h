@@ -1,6 +1,7 @@
-// How far one video is from another: PSNR and SSIM of its frames.
+// How far one video is from another: PSNR and SSIM of its frames, or of its latents.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "io/png.h"
@@ -17,6 +18,17 @@ struct FrameQuality {
 };
 // Frames of one size, at least as large as the window.
 FrameQuality compare_frames(const io::Image& a, const io::Image& b);
+
+// Takes each channel of a latent [channels, T, H, W], over the whole video, to [0, 1]; one that is constant is only moved.
+struct LatentScale {
+  std::vector<double> low, factor;  // by channel
+
+  LatentScale(const std::vector<float>& latent, int64_t channels);
+};
+// The same measures with the channels of frame `frame` of two latents, by the scale of the reference, in the place of R, G
+// and B: for comparing videos of one model among themselves. size: T, H and W; Error(Status::non_finite) on NaN.
+FrameQuality compare_latents(const std::vector<float>& a, const std::vector<float>& b, const std::array<int64_t, 3>& size,
+                             const LatentScale& scale, int64_t frame);
 
 struct VideoQuality {
   std::vector<FrameQuality> frames;

@@ -313,7 +313,7 @@ refuse(2, "--clips", *small, "--clips", "-1")
 refuse(2, "--suite", *small, "--suite", "Paper")
 refuse(3, "nowhere.png", *small[:3], "--image", "first.png,nowhere.png", "--steps", 100000, "--seeds", 2)
 refuse(2, "--image", *small[:3], "--image", ",", *small[5:])
-refuse(3, "gives latents", *small, "--model", "./model")
+refuse(2, "--condition: this model needs", *small, "--model", "./model")
 refuse(2, "--first-seed", *small, "--first-seed", str(2**63))
 refuse(2, "--first-seed", *small[:5], "--steps", 1, "--first-seed", str(2**63 - 1), "--seeds", 2)
 
