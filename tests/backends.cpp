@@ -395,7 +395,7 @@ std::vector<DeviceMachine> device_machines() {
   std::vector<DeviceMachine> machines;
   for (const char* kernels : {"portable", "wgmma"}) {
     try {
-      for (Exec& exec : execs) backend().configure(exec, kernels);
+      for (Exec& exec : execs) backend().configure(exec, kernels, Products::bf16);
       machines.push_back({kernels, execs});
     } catch (const Error& error) {
       require(error.status() == Status::unsupported, error.status(), "{}", error.what());
@@ -446,7 +446,8 @@ Sizes sizes_of(const AttendArgs& args) {
           .k_tokens = args.k.tokens,
           .dim = args.q.dim,
           .groups = args.groups,
-          .extra = args.extra.count};
+          .extra = args.extra.count,
+          .products = args.products};
 }
 
 namespace {
@@ -696,6 +697,7 @@ void run_attend(const Exec& exec, std::span<const AttendArgs> in, int64_t head_g
   mirror.array(FIELD(offsets), groups + 1);
   mirror.array(FIELD(mask), groups * words);
   mirror.shared(FIELD(keep), words);
+  mirror.shared(FIELD(valid), words);
   if (extra > 0) {
     mirror.array(FIELD(extra.k), extra * in[0].q.dim);
     mirror.array(FIELD(extra.v), extra * in[0].q.dim);

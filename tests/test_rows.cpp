@@ -58,6 +58,7 @@ std::vector<std::string> lacks(const Backend& backend, const Settings& settings)
   check("rule", can.rules.has(settings.rule), row(settings.rule).name);
   check("target_scope", can.target_scopes.has(settings.target_scope), row(settings.target_scope).name);
   check("tail", can.tails.has(settings.tail), row(settings.tail).name);
+  check("products", can.products.has(settings.products), row(settings.products).name);
   return missing;
 }
 
@@ -173,6 +174,7 @@ std::vector<Settings> every_row() {
   add_rows(proxy_rows(), &Settings::proxy, all);
   add_rows(rule_rows(), &Settings::rule, all);
   add_rows(tail_rows(), &Settings::tail, all);
+  add_rows(products_rows(), &Settings::products, all);
   for (const TargetScopeRow& scope : target_scope_rows()) {  // under every rule that a target is met by
     for (const RuleRow& rule : rule_rows()) {
       Settings settings;
@@ -191,10 +193,10 @@ TEST(Rows, RunOrAreRefusedByName) {
   if (!backend.present()) GTEST_SKIP() << "[GPU tests skipped]";
   const Context context(ContextOptions{.backend = backend.name, .threads = 2});
   for (const Settings& settings : every_row()) {
-    SCOPED_TRACE(fmt::format("{}: {}, group {}, encode {}, proxy {}, rule {}, target scope {}, tail {}", backend.name,
-                             settings.method->name, row(settings.group).name, row(settings.encode).name,
+    SCOPED_TRACE(fmt::format("{}: {}, group {}, encode {}, proxy {}, rule {}, target scope {}, tail {}, products {}",
+                             backend.name, settings.method->name, row(settings.group).name, row(settings.encode).name,
                              row(settings.proxy).name, row(settings.rule).name, row(settings.target_scope).name,
-                             row(settings.tail).name));
+                             row(settings.tail).name, row(settings.products).name));
     expect_runs_or_refused(context, settings);
   }
 }

@@ -124,6 +124,7 @@ TEST(Settings, EveryRowOfEveryChoiceHasItsName) {
   expect_round_trips("rule", rule_rows());
   expect_round_trips("target_scope", target_scope_rows());
   expect_round_trips("tail", tail_rows());
+  expect_round_trips("products", products_rows());
 }
 
 TEST(Settings, DenseTakesNoTail) {

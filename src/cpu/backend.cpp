@@ -77,13 +77,13 @@ std::vector<std::string> inventory() {
           fmt::format("bf16 dot products {}", bf16_dot_kernels() != nullptr ? "yes" : "no")};
 }
 
-void configure(Exec&, std::string_view kernels) {
+void configure(Exec&, std::string_view kernels, Products) {
   require(kernels == "auto", Status::unsupported, "kernel: {} is a CUDA kernel, and this context runs on the CPU", kernels);
 }
 
 const char* kernel(const Exec& exec) { return exec.kernels->name; }
 
-const char* arithmetic(const Exec& exec, DType dtype) { return attend_kernels(exec, dtype).name; }
+const char* arithmetic(const Exec& exec, DType dtype, Products) { return attend_kernels(exec, dtype).name; }
 
 // Threads share one head's work, and its scratch serves the next.
 int64_t chunk(int64_t, int64_t, const std::function<int64_t(int64_t)>&) { return 1; }
@@ -144,6 +144,7 @@ constexpr Backend kCpu = {
                       Rule::blocks_cdf, Rule::error_aware, Rule::deviation},
             .target_scopes = {TargetScope::head, TargetScope::sample},
             .tails = {Tail::none, Tail::first_order, Tail::centroids, Tail::mean},
+            .products = {Products::bf16},
             .mean_in_keep = true},
     .open = open,
     .present = present,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "core/numeric.h"
 #include "cuda/attend.h"
@@ -18,25 +19,33 @@ constexpr int kWarps = kThreads / 32;
 
 // A chunk's scratch.
 struct Layout {
-  int32_t* counter;   // [2] tiles in the list, and the next one to take
+  int32_t* counter;   // [2, 2] tiles in a list, and the next one to take
   int32_t* keys;      // [heads, groups] set bits of mask | keep
   int32_t* extras;    // [heads, groups] set bits of the extra keys' mask
   AttendTile* tiles;  // [heads * most_tiles]
   uint16_t* extra_k;  // [heads, extra, dim]
   uint16_t* extra_v;  // [heads, extra, dim]
+  // 8-bit products: the bytes, and a second list for the heads that need 16 bits.
+  std::optional<Quantiser> quantiser;
+  AttendTile* other_tiles;
 
   static int64_t most_tiles(int64_t q_tokens, int64_t groups) {
     return q_tokens / std::min(kTileRows80, kTileRows90) + groups;
   }
 
-  Layout(Arena arena, int64_t heads, int64_t q_tokens, int64_t dim, int64_t groups, int64_t extra,
-         int64_t* bytes = nullptr) {
-    counter = arena.take<int32_t>(2);
+  Layout(Arena arena, int64_t heads, int64_t q_tokens, int64_t k_tokens, int64_t dim, int64_t groups, int64_t extra,
+         Products products, int64_t* bytes = nullptr) {
+    counter = arena.take<int32_t>(4);
     keys = arena.take<int32_t>(heads * groups);
     extras = arena.take<int32_t>(heads * groups);
     tiles = arena.take<AttendTile>(heads * most_tiles(q_tokens, groups));
     extra_k = arena.take<uint16_t>(heads * extra * dim);
     extra_v = arena.take<uint16_t>(heads * extra * dim);
+    other_tiles = tiles;
+    if (products != Products::bf16) {
+      quantiser.emplace(arena, products, heads, q_tokens, k_tokens + extra, dim);
+      other_tiles = arena.take<AttendTile>(heads * most_tiles(q_tokens, groups));
+    }
     // Rounded up, so that n heads fit into n times one head's size.
     if (bytes != nullptr) *bytes = round_up(arena.used(), Arena::kAlignment);
   }
@@ -49,10 +58,15 @@ struct Groups {
   PerHead<const int64_t> offsets;
   PerHead<const uint32_t> mask, extra_mask;
   const uint32_t* keep;
+  const uint32_t* beyond = nullptr;  // [heads] 8-bit products: the heads that need 16 bits; null: all have them
+  bool lists_beyond = true;          // which heads are listed
 
+  __device__ bool listed(int64_t head) const { return beyond == nullptr || (beyond[head] != 0) == lists_beyond; }
   __device__ int64_t begin(int64_t head, int64_t group) const { return offsets ? offsets[head][group] : group * q_tokens; }
   __device__ int64_t size(int64_t head, int64_t group) const { return begin(head, group + 1) - begin(head, group); }
-  __device__ int64_t tiles(int64_t head, int64_t group) const { return (size(head, group) + tile_rows - 1) / tile_rows; }
+  __device__ int64_t tiles(int64_t head, int64_t group) const {
+    return listed(head) ? (size(head, group) + tile_rows - 1) / tile_rows : 0;
+  }
 };
 
 // A warp per group of a head.
@@ -94,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const int32_t* count = keys + head * in.groups;
-  for (int64_t group = threadIdx.x; group < in.groups; group += kThreads) {
+  for (int64_t group = threadIdx.x; in.listed(head) && group < in.groups; group += kThreads) {
     int64_t at = before;
     for (int64_t other = 0; other < in.groups; ++other) {
       const bool first = count[other] > count[group] || (count[other] == count[group] && other < group);
@@ -156,7 +170,8 @@ __global__ void __launch_bounds__(kThreads) round_extra(PerHead<const float> k, 
 
 int64_t attend_scratch(const Exec&, const Sizes& sizes) {
   int64_t bytes = 0;
-  Layout(Arena(), sizes.heads, sizes.q_tokens, sizes.dim, sizes.groups + 1, sizes.extra, &bytes);
+  Layout(Arena(), sizes.heads, sizes.q_tokens, sizes.k_tokens, sizes.dim, sizes.groups + 1, sizes.extra, sizes.products,
+         &bytes);
   return bytes;
 }
 
@@ -171,50 +186,54 @@ void attend(const Exec& exec, const AttendArgs& args) {
   require(std::max({args.q.tokens, args.k.tokens + extra, most_tiles}) <= kMost, Status::size_limit,
           "attend on CUDA takes fewer than 2^31 tokens");
   int64_t bytes = 0;
-  Layout(Arena(), count, args.q.tokens, dim, groups, extra, &bytes);
+  // The wgmma kernel counts a row's bytes in 32 bits.
+  const bool wgmma =
+      exec.wgmma && 2 * std::max(args.k.row_stride, args.v.row_stride) <= std::numeric_limits<uint32_t>::max();
+  require(args.products == Products::bf16 || wgmma, Status::unsupported,
+          "8-bit products take the wgmma kernel, and row strides below 2^31 elements");
+  Layout(Arena(), count, args.q.tokens, args.k.tokens, dim, groups, extra, args.products, &bytes);
   require(bytes <= args.scratch.bytes, Status::workspace, "attend: more extra keys than the scratch holds");
-  const Layout at(Arena(args.scratch.data, args.scratch.bytes), count, args.q.tokens, dim, groups, extra);
+  const Layout at(Arena(args.scratch.data, args.scratch.bytes), count, args.q.tokens, args.k.tokens, dim, groups, extra,
+                  args.products);
 
-  const Groups in{.heads = count,
-                  .groups = groups,
-                  .q_tokens = args.q.tokens,
-                  .k_tokens = args.k.tokens,
-                  .words = mask_words(args.k.tokens),
-                  .extra_count = extra,
-                  .tile_rows = exec.wgmma ? kTileRows90 : kTileRows80,
-                  .offsets = args.offsets,
-                  .mask = args.mask,
-                  .extra_mask = args.extra.mask,
-                  .keep = args.keep};
-  const AttendLaunch work{.dtype = args.q.dtype,
-                          .dim = static_cast<int>(dim),
-                          .q = head_rows(args.q),
-                          .k = head_rows(args.k),
-                          .v = head_rows(args.v),
-                          .out = head_rows(args.out),
-                          .lse = args.lse,
-                          .order = args.order,
-                          .mask = in.mask,
-                          .keep = in.keep,
-                          .words = in.words,
-                          .k_tokens = static_cast<int32_t>(args.k.tokens),
-                          .scale = args.scale,
-                          .extra_count = static_cast<int32_t>(extra),
-                          .extra_k = {at.extra_k, extra * dim},
-                          .extra_v = {at.extra_v, extra * dim},
-                          .extra_bias = args.extra.bias,
-                          .extra_mask = in.extra_mask,
-                          .mix_share = args.mix.share,
-                          .mix_row = args.mix.row,
-                          .tiles = at.tiles,
-                          .tile_count = at.counter,
-                          .next_tile = at.counter + 1,
-                          .most_tiles = static_cast<int32_t>(most_tiles)};
+  Groups in{.heads = count,
+            .groups = groups,
+            .q_tokens = args.q.tokens,
+            .k_tokens = args.k.tokens,
+            .words = mask_words(args.k.tokens),
+            .extra_count = extra,
+            .tile_rows = wgmma ? kTileRows90 : kTileRows80,
+            .offsets = args.offsets,
+            .mask = args.mask,
+            .extra_mask = args.extra.mask,
+            .keep = args.keep};
+  AttendLaunch work{.dtype = args.q.dtype,
+                    .dim = static_cast<int>(dim),
+                    .q = head_rows(args.q),
+                    .k = head_rows(args.k),
+                    .v = head_rows(args.v),
+                    .out = head_rows(args.out),
+                    .lse = args.lse,
+                    .order = args.order,
+                    .mask = in.mask,
+                    .keep = in.keep,
+                    .words = in.words,
+                    .k_tokens = static_cast<int32_t>(args.k.tokens),
+                    .scale = args.scale,
+                    .extra_count = static_cast<int32_t>(extra),
+                    .extra_k = {at.extra_k, extra * dim},
+                    .extra_v = {at.extra_v, extra * dim},
+                    .extra_bias = args.extra.bias,
+                    .extra_mask = in.extra_mask,
+                    .mix_share = args.mix.share,
+                    .mix_row = args.mix.row,
+                    .tiles = nullptr,
+                    .tile_count = nullptr,
+                    .next_tile = nullptr,
+                    .most_tiles = static_cast<int32_t>(most_tiles),
+                    .products = Products::bf16,
+                    .eight = {}};
 
-  if (groups > 0) {
-    launch(exec, "count_keys", count_keys, ceil_div(count * groups, kWarps), kThreads, 0, in, at.keys, at.extras);
-    launch(exec, "list_tiles", list_tiles, count, kThreads, 0, in, at.keys, at.extras, at.tiles, at.counter);
-  }
   if (args.offsets) {
     launch(exec, "clear_idle", clear_idle, count * kIdleBlocks, kThreads, 0, in, work.order, work.out, work.dim, work.lse);
   }
@@ -223,7 +242,22 @@ void attend(const Exec& exec, const AttendArgs& args) {
     launch(exec, "round_extra", round_extra, blocks, kThreads, 0, args.extra.k, args.extra.v, extra * dim, count,
            args.q.dtype, at.extra_k, at.extra_v);
   }
-  if (groups > 0) exec.wgmma ? attend_sm90(exec, work) : attend_sm80(exec, work);
+  if (groups == 0) return;
+  launch(exec, "count_keys", count_keys, ceil_div(count * groups, kWarps), kThreads, 0, in, at.keys, at.extras);
+  const auto run = [&](AttendTile* tiles, int32_t* counter) {
+    launch(exec, "list_tiles", list_tiles, count, kThreads, 0, in, at.keys, at.extras, tiles, counter);
+    work.tiles = tiles;
+    work.tile_count = counter;
+    work.next_tile = counter + 1;
+    wgmma ? attend_sm90(exec, work) : attend_sm80(exec, work);
+  };
+  if (!at.quantiser) return run(at.tiles, at.counter);
+  work.eight = at.quantiser->run(exec, args, at.extra_k, at.extra_v);
+  in.beyond = work.eight.beyond;
+  run(at.other_tiles, at.counter + 2);  // nothing to do where all is finite
+  in.lists_beyond = false;
+  work.products = args.products;
+  run(at.tiles, at.counter);
 }
 
 }  // namespace scope::cuda

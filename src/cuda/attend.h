@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/launch.h"
+#include "cuda/quantise.h"
 #include "stages/attend.h"
 
 namespace scope::cuda {
@@ -37,6 +38,8 @@ struct AttendLaunch {
   const int32_t* tile_count;                 // [1] on the device
   int32_t* next_tile;                        // [1] on the device, 0 at launch: blocks take tiles by atomicAdd
   int32_t most_tiles;                        // upper bound of *tile_count, known on the host
+  Products products;
+  EightBits eight;  // in the place of q and k, and with qkv8 of v
 };
 
 void attend_sm80(const Exec& exec, const AttendLaunch& at);  // portable: mma.sync, cp.async

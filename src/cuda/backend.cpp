@@ -10,6 +10,7 @@
 #include "cuda/errors.h"
 #include "cuda/memory.h"
 #include "cuda/stages.h"
+#include "stages/choices.h"
 
 namespace scope {
 
@@ -127,14 +128,27 @@ std::vector<std::string> inventory() {
   return lines;
 }
 
-void configure(Exec& exec, std::string_view kernels) {
+const char* kernel(const Exec& exec) { return exec.wgmma ? "wgmma" : "portable"; }
+
+void configure(Exec& exec, std::string_view kernels, Products products) {
   require(kernels != "wgmma" || exec.device->major == 9, Status::unsupported, "kernel: wgmma needs sm_90, {} is sm_{}{}",
           exec.device->name, exec.device->major, exec.device->minor);
   exec.wgmma = exec.device->major == 9 && kernels != "portable";
+  require(products == Products::bf16 || exec.wgmma, Status::unsupported, "products: the {} kernel has no {}", kernel(exec),
+          row(products).name);
 }
 
-const char* kernel(const Exec& exec) { return exec.wgmma ? "wgmma" : "portable"; }
-const char* arithmetic(const Exec&, DType dtype) { return dtype_name(dtype); }
+const char* arithmetic(const Exec&, DType dtype, Products products) {
+  switch (products) {
+    case Products::bf16:
+      return dtype_name(dtype);
+    case Products::qk8:
+      return dtype == DType::bf16 ? "s8+bf16" : "s8+f16";
+    case Products::qkv8:
+      return "s8+e4m3";
+  }
+  return "";
+}
 
 // As few chunks as fit the limit, and these of equal size.
 int64_t chunk(int64_t heads, int64_t limit, const std::function<int64_t(int64_t)>& bytes) {
@@ -203,6 +217,7 @@ constexpr Backend kCuda = {
                       Rule::blocks_cdf, Rule::error_aware, Rule::deviation},
             .target_scopes = {TargetScope::head, TargetScope::sample},
             .tails = {Tail::none, Tail::first_order, Tail::centroids, Tail::mean},
+            .products = {Products::bf16, Products::qk8, Products::qkv8},
             .mean_in_keep = false},
     .open = open,
     .present = present,

@@ -72,14 +72,14 @@ __device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head,
         }
       }
     };
-    barrier_wait(shared_address(&shared.k_empty[stage.slot]), stage.parity ^ 1);
-    copy(p.k, shared_address(shared.k[stage.slot]));
-    barrier_arrive_after_copies(shared_address(&shared.k_full[stage.slot]));
-    barrier_wait(shared_address(&shared.v_empty[stage.slot]), stage.parity ^ 1);
+    barrier_wait(shared_address(&shared.k_empty[stage.slot()]), stage.parity() ^ 1);
+    copy(p.k, shared_address(shared.k[stage.slot()]));
+    barrier_arrive_after_copies(shared_address(&shared.k_full[stage.slot()]));
+    barrier_wait(shared_address(&shared.v_empty[stage.slot()]), stage.parity() ^ 1);
     const int32_t word = first + threadIdx.x % 2 * 32;  // its first key
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      uint32_t* to = &shared.kept[stage.slot][64 * i].x + threadIdx.x;
+      uint32_t* to = &shared.kept[stage.slot()][64 * i].x + threadIdx.x;
       if (kept[i] == nullptr || word >= keys.end) continue;
       if (p.rows == nullptr) {
         copy_4(shared_address(to), kept[i] + word / 32);
@@ -87,10 +87,10 @@ __device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head,
         *to = kept_bits(p, kept[i], word);
       }
     }
-    const uint32_t full = shared_address(&shared.kept_full[stage.slot]);
+    const uint32_t full = shared_address(&shared.kept_full[stage.slot()]);
     p.rows == nullptr ? barrier_arrive_after_copies(full) : barrier_arrive(full);
-    copy(tail.v, shared_address(shared.v[stage.slot]));
-    barrier_arrive_after_copies(shared_address(&shared.v_full[stage.slot]));
+    copy(tail.v, shared_address(shared.v[stage.slot()]));
+    barrier_arrive_after_copies(shared_address(&shared.v_full[stage.slot()]));
   }
   wait_all_copies();
 }
@@ -118,7 +118,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
   fence_async_proxy();
   named_sync(1 + warpgroup, 128);
 
-  const float unit = p.scale * kLog2e;
+  const float unit[2] = {p.scale * kLog2e, p.scale * kLog2e};
   const uint64_t q_at = panel_descriptor(shared_address(shared.q[warpgroup]), 16);
   const uint64_t k_at = panel_descriptor(shared_address(shared.k), 16);
   const uint64_t v_at = panel_descriptor(shared_address(shared.v), C::kPanelBytes);
@@ -131,14 +131,14 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
   uint32_t weights[kKeys / 16][4];
 #pragma unroll
   for (int i = 0; i < C::kDim / 2; ++i) o[i] = 0;
-  Softmax softmax;
+  Softmax<> softmax;
   float total[4] = {0, 0, 0, 0};  // of the weights of dropped keys, as rounded: the product with ones has each row's twice
 
   const auto start_qk = [&] {
-    barrier_wait(shared_address(&shared.k_full[k.slot]), k.parity);
+    barrier_wait(shared_address(&shared.k_full[k.slot()]), k.parity());
     fence_async_proxy();
     wgmma_begin();
-    const uint64_t b = k_at + k.slot * (C::kBlockBytes >> 4);
+    const uint64_t b = k_at + k.slot() * (C::kBlockBytes >> 4);
     wgmma_ss<C::kType, false>(s, q_at, b);
 #pragma unroll
     for (int i = 1; i < C::kDim / 16; ++i) {
@@ -148,10 +148,10 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
     wgmma_commit();
   };
   const auto start_pv = [&] {
-    barrier_wait(shared_address(&shared.v_full[v.slot]), v.parity);
+    barrier_wait(shared_address(&shared.v_full[v.slot()]), v.parity());
     fence_async_proxy();
     wgmma_begin();
-    const uint64_t b = v_at + v.slot * (C::kBlockBytes >> 4);
+    const uint64_t b = v_at + v.slot() * (C::kBlockBytes >> 4);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) wgmma_rs<C::kType>(o, weights[i], b + (i * 2048 >> 4));
     wgmma_commit();
@@ -159,12 +159,12 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
   const auto finish_pv = [&] {
     wgmma_wait<0>();
     pin(o);
-    release(&shared.v_empty[v.slot]);
+    release(&shared.v_empty[v.slot()]);
     v.next();
   };
   const auto finish_qk = [&](int32_t first) {
     pin(s);
-    release(&shared.k_empty[k.slot]);
+    release(&shared.k_empty[k.slot()]);
     k.next();
     const int left = keys.end - first - 2 * (lane % 4);
     if (first + kKeys > keys.end) {
@@ -179,11 +179,11 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
   };
   // Rounds the weights of dropped keys, and leaves out the others.
   const auto pack_weights = [&] {
-    barrier_wait(shared_address(&shared.kept_full[v.slot]), v.parity);
+    barrier_wait(shared_address(&shared.kept_full[v.slot()]), v.parity());
     uint32_t kept[2][2];  // [row][word]
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint2 words = shared.kept[v.slot][64 * warpgroup + 16 * warp + lane / 4 + 8 * h];
+      const uint2 words = shared.kept[v.slot()][64 * warpgroup + 16 * warp + lane / 4 + 8 * h];
       kept[h][0] = words.x >> (lane % 4 * 2), kept[h][1] = words.y >> (lane % 4 * 2);
     }
 #pragma unroll

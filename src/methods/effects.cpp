@@ -74,7 +74,7 @@ constexpr Need kNeeds[] = {
 };
 
 // What a dense call reads; a plan refuses target_density itself.
-constexpr std::string_view kOfDense[] = {"check_finite", "kernel", "workspace_limit", "target_density"};
+constexpr std::string_view kOfDense[] = {"check_finite", "kernel", "products", "workspace_limit", "target_density"};
 
 }  // namespace
 

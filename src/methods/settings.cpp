@@ -307,6 +307,10 @@ std::vector<Setting> make_table() {
        "which CUDA kernels attend, K-means and the mean use: wgmma needs sm_90, portable runs on sm_80 and later",
        [](Settings& s, std::string_view t) { s.kernel = choice("kernel", t, kKernels); },
        [](const Settings& s) { return name_of(s.kernel, kKernels); }},
+      {"products", "attend", names(products_rows()),
+       "what attend multiplies, in dense calls too; 8 bits need CUDA's wgmma kernel. " + help_of(products_rows()),
+       [](Settings& s, std::string_view t) { s.products = choice("products", t, products_rows()); },
+       [](const Settings& s) { return std::string(row(s.products).name); }},
       {"workspace_limit", "call", "auto | 1..1048576",
        "MiB of workspace on a GPU: heads are processed in as few chunks as fit, with the same bits; auto = max(400, 1.5 "
        "times "

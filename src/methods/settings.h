@@ -9,6 +9,7 @@
 
 #include "core/tensor.h"
 #include "methods/profile.h"
+#include "stages/attend.h"
 #include "stages/encode.h"
 #include "stages/group.h"
 #include "stages/score.h"
@@ -65,6 +66,7 @@ struct Settings {
   bool check_finite = true;
   DType state_dtype = DType::f32;
   KernelChoice kernel = KernelChoice::automatic;
+  Products products = Products::bf16;
   int64_t workspace_limit = 0;  // MiB; 0: auto
 };
 

@@ -45,7 +45,7 @@ class Call {
         exec_(frame_.exec) {
     stats_.reason = schedule(settings_, args.place);
     stats_.kernel = backend_.kernel(exec_);
-    stats_.arithmetic = backend_.arithmetic(exec_, shape_.dtype);
+    stats_.arithmetic = backend_.arithmetic(exec_, shape_.dtype, settings_.products);
     frame_.mark(Moment::check);
     backend_.fill(exec_, frame_.status, 0, 0, 1, 1);
   }

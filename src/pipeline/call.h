@@ -11,7 +11,7 @@ struct CallStats {
   Reason reason = Reason::sparse;
   bool warm = false;            // every sample started from its state, or reused its clusters
   int iterations = 0;           // K-means iterations run; 0: none
-  const char* arithmetic = "";  // of attend: f32, bf16 or f16
+  const char* arithmetic = "";  // of attend: f32, bf16, f16, s8+bf16 or the like
   const char* kernel = "";      // of attend: avx512, avx2, portable; wgmma or portable on a GPU
   // The rest is NaN after a call on a device, until read_stats.
   double density = 0;  // mean over heads

@@ -54,10 +54,11 @@ void Plan::check_backend() const {
   };
   fits("q_tokens", shape.q_tokens, can.most_tokens);
   fits("k_tokens", shape.k_tokens, settings.dense ? can.most_tokens : can.most_selected_keys);
-  if (settings.dense) return;
   const auto has = [&](const char* setting, const auto& choices, auto choice) {
     require(choices.has(choice), Status::unsupported, "{}: {} has no {}", setting, name, row(choice).name);
   };
+  has("products", can.products, settings.products);
+  if (settings.dense) return;
   has("group", can.groupings, settings.group);
   has("encode", can.encodings, settings.encode);
   has("proxy", can.proxies, settings.proxy);
@@ -136,7 +137,7 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
     settings.density = settings.target_density;
     settings.target_density = 0;
   }
-  backend->configure(exec, get_setting(settings, "kernel"));
+  backend->configure(exec, get_setting(settings, "kernel"), settings.products);
   if (!shape.subspaces.empty()) check_partition(shape.subspaces, shape.dim);
   if (!shape.rope.empty())
     make_partition("rope", shape.dim, shape.rope, 0);  // refuses ranges that do not cover the channels
@@ -184,7 +185,8 @@ Sizes Plan::sizes(int64_t heads) const {
           .extra = settings.dense     ? 0
                    : tail().per_group ? groups
                    : tail().per_code  ? codes
-                                      : 0};
+                                      : 0,
+          .products = settings.products};
 }
 
 Workspace Plan::cut(Arena& arena, int64_t n, int64_t first) const {

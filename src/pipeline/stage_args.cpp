@@ -63,6 +63,8 @@ AttendArgs attend_all(const Frame& f, const Sample& s, Chunk chunk) {
           .v = f.args.v.from(s.index, chunk.first),
           .scale = f.scale,
           .groups = 1,
+          .valid = s.tokens.valid_k < f.plan.shape.k_tokens ? f.at.valid : nullptr,
+          .products = f.plan.settings.products,
           .out = f.args.out.from(s.index, chunk.first),
           .lse = {f.args.lse == nullptr ? nullptr : f.args.lse + head * nq, nq},
           .scratch = f.at.scratch};

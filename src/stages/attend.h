@@ -7,6 +7,9 @@
 
 namespace scope {
 
+// What attend multiplies. bf16: the inputs as they are; qk8: queries and keys in 8 bits; qkv8: probabilities and values too.
+enum class Products : int { bf16, qk8, qkv8 };
+
 // softmax(scale q k^T + bias) v over the keys of mask OR keep. A query with no key gets zeros and LSE -inf.
 // Dense attention is one group with a full row, and a null mask stands for it. A non-finite value reaches only the rows that
 // read it.
@@ -21,6 +24,9 @@ struct AttendArgs {
   PerHead<const int64_t> offsets = {};  // [groups + 1]; null: one group of all q_tokens
   PerHead<const uint32_t> mask = {};    // [groups, mask_words(k_tokens)]; null: every key, and `keep` is not read
   const uint32_t* keep = nullptr;       // [mask_words(k_tokens)] keys that every query of every head sees; optional
+  // [mask_words(k_tokens)] keys that may be looked at; null: all. 8-bit products are as coarse as the widest of these.
+  const uint32_t* valid = nullptr;
+  Products products = Products::bf16;
   ExtraKeys extra = {};
   Mix mix = {};
   MutableHeadsView out = {};  // [q_tokens, dim]

@@ -50,6 +50,7 @@ struct Capabilities {
   Choices<Rule> rules;
   Choices<TargetScope> target_scopes;
   Choices<Tail> tails;
+  Choices<Products> products;
   bool mean_in_keep;  // where single keys are kept, `keep` makes the mean in the pass of its masks, and `tail` is not called
 };
 
@@ -80,10 +81,10 @@ struct Backend {
   Machine (*open)(const ContextOptions& options, ThreadPool& pool);
   bool (*present)();                        // whether `open` can find a device
   std::vector<std::string> (*inventory)();  // what there is, a line each, for people
-  // The kernels that a plan asked for by name; throws Status::unsupported for what this backend lacks.
-  void (*configure)(Exec&, std::string_view kernels);
-  const char* (*kernel)(const Exec&);             // of attend
-  const char* (*arithmetic)(const Exec&, DType);  // of attend: f32, bf16 or f16
+  // The kernels that a plan asked for by name; throws Status::unsupported for what this machine lacks, as these do products.
+  void (*configure)(Exec&, std::string_view kernels, Products);
+  const char* (*kernel)(const Exec&);                       // of attend
+  const char* (*arithmetic)(const Exec&, DType, Products);  // of attend: f32, bf16, f16, s8+bf16 or the like
   // Heads that go through the stages at a time. bytes(n): the workspace of n heads; limit: bytes that a plan allows.
   int64_t (*chunk)(int64_t heads, int64_t limit, const std::function<int64_t(int64_t)>& bytes);
 

@@ -219,6 +219,12 @@ constexpr TailRow kTails[] = {
      .mixes = true},
 };
 
+constexpr ProductsRow kProducts[] = {
+    {.choice = Products::bf16, .name = "bf16", .help = "the inputs as they are, whatever their type"},
+    {.choice = Products::qk8, .name = "qk8", .help = "queries and keys in 8 bits"},
+    {.choice = Products::qkv8, .name = "qkv8", .help = "probabilities and values in 8 bits too"},
+};
+
 template <class Row, size_t n>
 constexpr bool in_order(const Row (&rows)[n]) {
   for (size_t i = 0; i < n; ++i) {
@@ -227,7 +233,7 @@ constexpr bool in_order(const Row (&rows)[n]) {
   return true;
 }
 static_assert(in_order(kGroupings) && in_order(kEncodings) && in_order(kProxies) && in_order(kRules) &&
-              in_order(kTargetScopes) && in_order(kTails));
+              in_order(kTargetScopes) && in_order(kTails) && in_order(kProducts));
 
 }  // namespace
 
@@ -237,6 +243,7 @@ std::span<const ProxyRow> proxy_rows() { return kProxies; }
 std::span<const RuleRow> rule_rows() { return kRules; }
 std::span<const TargetScopeRow> target_scope_rows() { return kTargetScopes; }
 std::span<const TailRow> tail_rows() { return kTails; }
+std::span<const ProductsRow> products_rows() { return kProducts; }
 
 const GroupingRow& row(Grouping choice) { return kGroupings[static_cast<size_t>(choice)]; }
 const EncodingRow& row(Encoding choice) { return kEncodings[static_cast<size_t>(choice)]; }
@@ -244,6 +251,7 @@ const ProxyRow& row(ProxyKind choice) { return kProxies[static_cast<size_t>(choi
 const RuleRow& row(Rule choice) { return kRules[static_cast<size_t>(choice)]; }
 const TargetScopeRow& row(TargetScope choice) { return kTargetScopes[static_cast<size_t>(choice)]; }
 const TailRow& row(Tail choice) { return kTails[static_cast<size_t>(choice)]; }
+const ProductsRow& row(Products choice) { return kProducts[static_cast<size_t>(choice)]; }
 
 double lowered_alpha(const WeighArgs& args, int64_t head, double goal) {
   const double alpha = args.alpha[head];

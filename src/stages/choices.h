@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "stages/attend.h"
 #include "stages/encode.h"
 #include "stages/group.h"
 #include "stages/score.h"
@@ -73,12 +74,18 @@ struct TailRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in t
   bool mixes;      // a row for each group that its queries mix in
 };
 
+struct ProductsRow {
+  Products choice;
+  const char *name, *help;
+};
+
 std::span<const GroupingRow> grouping_rows();
 std::span<const EncodingRow> encoding_rows();
 std::span<const ProxyRow> proxy_rows();
 std::span<const RuleRow> rule_rows();
 std::span<const TargetScopeRow> target_scope_rows();
 std::span<const TailRow> tail_rows();
+std::span<const ProductsRow> products_rows();
 
 const GroupingRow& row(Grouping choice);
 const EncodingRow& row(Encoding choice);
@@ -86,6 +93,7 @@ const ProxyRow& row(ProxyKind choice);
 const RuleRow& row(Rule choice);
 const TargetScopeRow& row(TargetScope choice);
 const TailRow& row(Tail choice);
+const ProductsRow& row(Products choice);
 
 // What a head's alpha is lowered to for the density `goal`; 0: none is asked for. Heads that meet it together keep their
 // shares of the mean. A rule without a floor only reports it.

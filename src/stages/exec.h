@@ -16,6 +16,8 @@ struct Device;
 class Clock;
 }  // namespace cuda
 
+enum class Products : int;  // stages/attend.h
+
 struct Exec {
   ThreadPool* pool = nullptr;
 
@@ -50,6 +52,7 @@ struct Sizes {
   int64_t codes = 0;         // per subspace; 0: keys are not encoded
   bool whole_codes = false;  // the rule keeps whole codes
   int64_t extra = 0;         // virtual keys that attend sees; 0: none
+  Products products = {};    // of attend
 };
 
 }  // namespace scope

@@ -48,6 +48,9 @@ __device__ inline void named_sync(int id, int threads) {
 __device__ inline void copy_16(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+__device__ inline void copy_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ inline void copy_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
@@ -78,6 +81,22 @@ __device__ inline void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
+// ---- bytes of rows turned into bytes of columns, and back into shared memory ----
+
+// Matrix i of four has its 8 rows of 16 bytes where lanes 8 i .. 8 i + 7 say; transposed as 16-bit elements: lane l holds
+// columns l / 4 of rows 2 (l % 4) and 2 (l % 4) + 1.
+__device__ inline void load_transposed(uint32_t (&x)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
+}
+// The other way without a transposition: lane l holds bytes 4 (l % 4) .. + 3 of row l / 4.
+__device__ inline void store_rows(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 // ---- wgmma: D[64, N] += A[64, 16] B[16, N] by the four warps of a warpgroup, in float ----
 //
 // Thread t holds rows 16 (t / 32) + t % 32 / 4 (+ 8) of D: d[4 j + 2 h + i] is row + 8 h, column 8 j + 2 (t % 4) + i.
@@ -86,6 +105,13 @@ __device__ inline void shrink_registers() {
 __device__ inline uint64_t panel_descriptor(uint32_t address, uint32_t leading_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32;
   return kSwizzle128 | kEightRows | uint64_t{leading_bytes >> 4} << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Tiles of bytes without a swizzle: 8 rows of 16 bytes lie together, the next 8 rows behind them, the next 16 columns
+// column_bytes further.
+__device__ inline uint64_t core_descriptor(uint32_t address, uint32_t column_bytes) {
+  constexpr uint64_t kEightRows = uint64_t{128 >> 4} << 32;
+  return kEightRows | uint64_t{column_bytes >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -99,6 +125,12 @@ template <int kCount>
 __device__ inline void pin(float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+template <int kCount>
+__device__ inline void pin(int32_t (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
 // Operands of the statements below: the accumulators' numbers, and the accumulators.
@@ -178,6 +210,40 @@ __device__ inline void wgmma_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t
 #undef SCOPE_N128
 }
 
+// ---- the same with 8-bit operands, 32 to a step, which must both have consecutive bytes along it ----
+
+#define SCOPE_I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
+#define SCOPE_I8(i) SCOPE_I4(i), SCOPE_I4(i + 4)
+#define SCOPE_I32(i) SCOPE_I8(i), SCOPE_I8(i + 8), SCOPE_I8(i + 16), SCOPE_I8(i + 24)
+#define SCOPE_WGMMA_S8(shape, numbers, a_at, b_at, ...)                                                              \
+  asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned." shape ".s32.s8.s8 {" numbers \
+               "}, " a_at ", " b_at ", add; }"                                                                       \
+               : __VA_ARGS__                                                                                         \
+               : "l"(a), "l"(b))
+
+__device__ inline void wgmma_s8(int32_t (&d)[40], uint64_t a, uint64_t b) {
+  SCOPE_WGMMA_S8("m64n80k32", SCOPE_R0_31 ", " SCOPE_R32_39, "%40", "%41", SCOPE_I32(0), SCOPE_I8(32));
+}
+__device__ inline void wgmma_s8(int32_t (&d)[48], uint64_t a, uint64_t b) {
+  SCOPE_WGMMA_S8("m64n96k32", SCOPE_R0_31 ", " SCOPE_R32_39 ", " SCOPE_R40_47, "%48", "%49", SCOPE_I32(0), SCOPE_I8(32),
+                 SCOPE_I8(40));
+}
+
+#define SCOPE_WGMMA_E4M3(shape, numbers, a_at, b_at, ...)                                     \
+  asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned." shape \
+               ".f32.e4m3.e4m3"                                                               \
+               " {" numbers "}, {" a_at "}, " b_at ", add, 1, 1; }"                           \
+               : __VA_ARGS__                                                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+__device__ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  SCOPE_WGMMA_E4M3("m64n64k32", SCOPE_R0_31, "%32, %33, %34, %35", "%36", SCOPE_D32(0));
+}
+__device__ inline void wgmma_e4m3(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  SCOPE_WGMMA_E4M3("m64n128k32", SCOPE_R0_31 ", " SCOPE_R32_39 ", " SCOPE_R40_47 ", " SCOPE_R48_63, "%64, %65, %66, %67",
+                   "%68", SCOPE_D32(0), SCOPE_D32(32));
+}
+
 #undef SCOPE_R0_31
 #undef SCOPE_R32_39
 #undef SCOPE_R40_47
@@ -186,6 +252,11 @@ __device__ inline void wgmma_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t
 #undef SCOPE_D8
 #undef SCOPE_D32
 #undef SCOPE_WGMMA_SS
+#undef SCOPE_I4
+#undef SCOPE_I8
+#undef SCOPE_I32
+#undef SCOPE_WGMMA_S8
+#undef SCOPE_WGMMA_E4M3
 #undef SCOPE_WGMMA_RS
 
 }  // namespace scope::cuda

@@ -12,18 +12,16 @@ namespace scope::cuda {
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr float kLog2e = 1.44269504088896f;
 
-// Position in a ring of kCount slots that are filled and emptied in turn.
+// Position in a ring of kCount slots that are filled and emptied in turn; one register.
 template <int kCount>
 struct Ring {
-  int slot = 0;
-  uint32_t parity = 0;
+  int at = 0;  // of two rounds, whose parities differ
+  __device__ int slot() const { return at < kCount ? at : at - kCount; }
+  __device__ uint32_t parity() const { return at < kCount ? 0 : 1; }
   __device__ void next() {
-    if (++slot == kCount) slot = 0, parity ^= 1;
+    if (++at == 2 * kCount) at = 0;
   }
-  __device__ void skip(int count) {
-    parity ^= (slot + count) / kCount & 1;
-    slot = (slot + count) % kCount;
-  }
+  __device__ void skip(int count) { at = (at + count) % (2 * kCount); }
 };
 
 __device__ inline float exp2_approx(float x) {
@@ -43,6 +41,16 @@ __device__ uint32_t pack(float low, float high) {
   return both;
 }
 
+// Four bytes, the first in the lowest.
+__device__ inline uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t four;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
+      " mov.b32 %0, {low, high}; }"
+      : "=r"(four)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return four;
+}
+
 template <DType kType>
 __device__ float2 unpack(uint32_t both) {
   if constexpr (kType == DType::bf16) return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000)};
@@ -58,17 +66,25 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// What probabilities are rounded to: they reach up to 2^(kLift + kLag).
+struct SixteenBits {
+  static constexpr float kLag = 8, kLift = 0;
+};
+struct E4m3 {  // up to 448
+  static constexpr float kLag = 2.75f, kLift = 6;
+};
+
 // Online softmax of a thread's two rows. `high` may lag behind the true maximum by up to kLag powers of two, which
-// saves most of the rescaling; sums and products stay far from overflow.
+// saves most of the rescaling; sums and products stay far from overflow. Probabilities and sums are 2^kLift times larger.
+template <class Range = SixteenBits>
 struct Softmax {
-  static constexpr float kLag = 8;
   float high[2] = {-kInfinity, -kInfinity};  // of unscaled logits
   float sum[2] = {0, 0};                     // of this thread's columns
   float factor[2];                           // what the last block multiplies earlier sums with
 
-  // s: logits -> probabilities.
+  // s: logits -> probabilities. unit: of a logit of each row, in powers of two.
   template <int kCount>
-  __device__ void block(float (&s)[kCount], float unit) {
+  __device__ void block(float (&s)[kCount], const float (&unit)[2]) {
     float shift[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -77,13 +93,13 @@ struct Softmax {
       for (int i = 0; i < kCount / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * h + i % 2]);
       top = quad_max(top);
       const float before = high[h];
-      if (!((top - before) * unit <= kLag)) high[h] = fmaxf(before, top);
+      if (!((top - before) * unit[h] <= Range::kLag)) high[h] = fmaxf(before, top);
       const float base = high[h] == -kInfinity ? 0.0f : high[h];  // -inf minus -inf would be NaN
-      factor[h] = exp2_approx((before - base) * unit);
+      factor[h] = exp2_approx((before - base) * unit[h]);
       shift[h] = base;
     }
     // A fused multiply-subtract leaves the rounding error of shift * unit in the exponent: subtract first where it matters.
-    if (__any_sync(~0u, fmaxf(fabsf(shift[0]), fabsf(shift[1])) * unit > 4096.0f)) {
+    if (__any_sync(~0u, fmaxf(fabsf(shift[0]) * unit[0], fabsf(shift[1]) * unit[1]) > 4096.0f)) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) s[i] -= shift[i / 2 % 2];
       shift[0] = shift[1] = 0;
@@ -91,11 +107,11 @@ struct Softmax {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sum[h] *= factor[h];
-      shift[h] *= unit;
+      shift[h] = shift[h] * unit[h] - Range::kLift;
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_approx(fmaf(s[i], unit, -shift[i / 2 % 2]));
+      s[i] = exp2_approx(fmaf(s[i], unit[i / 2 % 2], -shift[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
   }

@@ -1,0 +1,337 @@
+// 8-bit products in attend: against the same arithmetic in float64, against exact attention, and on what stands out.
+#include "attend_cases.h"
+#include "stages/choices.h"
+
+namespace scope::test {
+namespace {
+
+// Every machine whose attend has them; the others refuse them when a plan is made.
+template <class Body>
+void each_products(const Body& body) {
+  each_machine([&](const Exec& exec) {
+    for (const ProductsRow& row : products_rows()) {
+      if (row.choice == Products::bf16) continue;
+      SCOPED_TRACE(row.name);
+      Exec configured = exec;
+      const char* kernel = backend().kernel(exec);
+      bool has = backend().can.products.has(row.choice);
+      if (has) {
+        try {
+          backend().configure(configured, kernel, row.choice);
+        } catch (const Error& error) {
+          EXPECT_EQ(error.status(), Status::unsupported);
+          EXPECT_EQ(std::string(error.what()), fmt::format("products: the {} kernel has no {}", kernel, row.name));
+          has = false;
+        }
+      }
+      if (!has) continue;
+      ASSERT_NO_FATAL_FAILURE(body(exec, row.choice));
+    }
+  });
+}
+
+// docs/algorithm.md, "8-bit products": logits as the integers give them, and what rounding probabilities and values may
+// cost.
+struct Emulated {
+  std::vector<double> out, slack;  // [q_tokens, dim]
+  std::vector<double> lse;         // [q_tokens]
+};
+
+Emulated emulate(const AttendArgs& args, bool bytes_of_values) {
+  const RowsView q = args.q[0], k = args.k[0], v = args.v[0];
+  const int64_t dim = q.dim, real = k.tokens, keys = real + args.extra.count, queries = args.offsets[0][args.groups];
+  const auto rounded = [&](float x) {
+    return q.dtype == DType::bf16 ? bf16_to_f32(f32_to_bf16(x)) : f16_to_f32(f32_to_f16(x));
+  };
+  const auto key = [&](int64_t j, int64_t c) {
+    return j < real ? static_cast<float>(reference::element(k, j, c)) : rounded(args.extra.k[0][(j - real) * dim + c]);
+  };
+  const auto value = [&](int64_t j, int64_t c) {
+    return j < real ? static_cast<float>(reference::element(v, j, c)) : rounded(args.extra.v[0][(j - real) * dim + c]);
+  };
+  const auto query = [&](int64_t i, int64_t c) { return static_cast<float>(reference::element(q, args.order[0][i], c)); };
+  const auto is_valid = [&](int64_t j) { return args.valid == nullptr || j >= real || mask_bit(args.valid, j); };
+
+  // In f32 and in the device's order: integers are to be the same.
+  std::vector<float> centre(dim), times_q(dim), times_k(dim), even(dim), mean(dim), far(dim);
+  for (int64_t c = 0; c < dim; ++c) {
+    float low = kInf, high = -kInf, low_v = kInf, high_v = -kInf, high_q = 0;
+    double sum = 0, count = 0;
+    for (int64_t j = 0; j < keys; ++j) {
+      if (!is_valid(j)) continue;
+      low = std::min(low, key(j, c)), high = std::max(high, key(j, c));
+      low_v = std::min(low_v, value(j, c)), high_v = std::max(high_v, value(j, c));
+      sum += value(j, c), ++count;
+    }
+    for (int64_t i = 0; i < queries; ++i) high_q = std::max(high_q, std::abs(query(i, c)));
+    const auto at = static_cast<size_t>(c);
+    centre[at] = 0.5f * low + 0.5f * high;
+    const float reach = std::max(high - centre[at], centre[at] - low);
+    const bool counts = high_q > 0x1p-100f && reach > 0x1p-100f;
+    even[at] = counts ? std::sqrt(reach) * std::sqrt(high_q) : 0;
+    times_q[at] = counts ? std::sqrt(reach / high_q) : 0;
+    times_k[at] = counts ? std::sqrt(high_q / reach) : 0;
+    mean[at] = static_cast<float>(sum / std::max(count, 1.0));
+    far[at] = std::max(high_v - mean[at], mean[at] - low_v);
+  }
+  const float most = *std::max_element(even.begin(), even.end()), k_unit = most > 0 ? most / 127 : 1;
+  std::vector<int> bytes(static_cast<size_t>(keys * dim));
+  for (int64_t i = 0; i < keys * dim; ++i) {
+    const auto c = static_cast<size_t>(i % dim);
+    const float scaled = (key(i / dim, i % dim) - centre[c]) * (times_k[c] / k_unit);
+    bytes[static_cast<size_t>(i)] = is_valid(i / dim) ? static_cast<int>(std::nearbyint(scaled)) : 0;
+  }
+
+  Emulated result{.out = std::vector<double>(static_cast<size_t>(q.tokens * dim)),
+                  .slack = std::vector<double>(static_cast<size_t>(q.tokens * dim)),
+                  .lse = std::vector<double>(static_cast<size_t>(q.tokens), -kInf)};
+  for (int64_t g = 0; g < args.groups; ++g) {
+    for (int64_t i = args.offsets[0][g]; i < args.offsets[0][g + 1]; ++i) {
+      std::vector<float> balanced(static_cast<size_t>(dim));
+      float high = 0;
+      double shift = 0;
+      for (int64_t c = 0; c < dim; ++c) {
+        const auto at = static_cast<size_t>(c);
+        balanced[at] = query(i, c) * times_q[at];
+        high = std::max(high, std::abs(balanced[at]));
+        shift += static_cast<double>(query(i, c)) * static_cast<double>(centre[at]);
+      }
+      const double unit = static_cast<double>((high > 0x1p-100f ? high / 127 : 1) * k_unit);
+      std::vector<std::pair<double, int64_t>> seen;  // logit, key
+      double top = -kInf;
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t words = mask_words(real), e = j - real;
+        const bool kept = j < real
+                              ? mask_bit(args.mask[0] + g * words, j) || (args.keep != nullptr && mask_bit(args.keep, j))
+                              : mask_bit(args.extra.mask[0] + g * mask_words(args.extra.count), e);
+        if (!kept) continue;
+        int64_t sum = 0;
+        for (int64_t c = 0; c < dim; ++c) {
+          const float over = high > 0x1p-100f ? 127 / high : 0;
+          sum += static_cast<int64_t>(std::nearbyint(balanced[static_cast<size_t>(c)] * over)) *
+                 bytes[static_cast<size_t>(j * dim + c)];
+        }
+        const double bias = j < real ? 0 : static_cast<double>(args.extra.bias[0][e]);
+        seen.emplace_back(static_cast<double>(args.scale) * (unit * static_cast<double>(sum) + shift) + bias, j);
+        top = std::max(top, seen.back().first);
+      }
+      const int32_t token = args.order[0][i];
+      const double share = args.mix.share ? static_cast<double>(args.mix.share[0][g]) : 0;
+      double total = 0;
+      for (auto& [x, j] : seen) total += x = top == -kInf ? 0 : std::exp(x - top);
+      if (total > 0) result.lse[static_cast<size_t>(token)] = top + std::log(total) - std::log1p(-share);
+      for (int64_t c = 0; c < dim; ++c) {
+        const auto at = static_cast<size_t>(c);
+        double out = 0, cost = 0;
+        for (const auto& [weight, j] : seen) {
+          const double x = static_cast<double>(value(j, c)), apart = std::abs(x - static_cast<double>(mean[at]));
+          out += weight * x;
+          cost += weight * (bytes_of_values ? 0.14 * apart + 0x1p-9 * static_cast<double>(far[at]) : 0x1p-8 * std::abs(x));
+        }
+        if (total > 0) out /= total, cost /= total;
+        const double mixed = share > 0 ? share * static_cast<double>(args.mix.row[0][g * dim + c]) : 0;
+        const auto to = static_cast<size_t>(token * dim + c);
+        result.out[to] = (1 - share) * out + mixed;
+        result.slack[to] = (1 - share) * cost + 0x1p-7 * std::abs(result.out[to]) + 1e-6;
+      }
+    }
+  }
+  return result;
+}
+
+void expect_as_emulated(const Exec& exec, const AttendArgs& args) {
+  const Result ours(exec, args, 0xff, 8);
+  const Emulated want = emulate(args, args.products == Products::qkv8);
+  for (int64_t t = 0; t < args.q.tokens; ++t) {
+    const double lse = want.lse[static_cast<size_t>(t)];
+    if (std::isinf(lse)) {
+      ASSERT_EQ(static_cast<double>(ours.lse[t]), lse) << "token " << t;
+    } else {
+      ASSERT_NEAR(ours.lse[t], lse, 1e-4 * (1 + std::abs(lse))) << "token " << t;
+    }
+    for (int64_t c = 0; c < args.q.dim; ++c) {
+      const auto at = static_cast<size_t>(t * args.q.dim + c);
+      ASSERT_NEAR(ours.at(t, c), want.out[at], want.slack[at]) << "token " << t << " channel " << c;
+    }
+  }
+}
+
+// Root mean square of the error over that of the exact output.
+double relative_error(const Exec& exec, const AttendArgs& args) {
+  const Result ours(exec, args);
+  const auto exact = reference::attend(args);
+  double error = 0, size = 0;
+  for (int64_t t = 0; t < args.q.tokens; ++t) {
+    for (int64_t c = 0; c < args.q.dim; ++c) {
+      const double want = exact.out.data[static_cast<size_t>(t * args.q.dim + c)];
+      error += (ours.at(t, c) - want) * (ours.at(t, c) - want);
+      size += want * want;
+    }
+  }
+  return std::sqrt(error / size);
+}
+
+TEST(ProductsOnDevice, EqualTheSameArithmeticInFloat64) {
+  each_products([](const Exec& exec, Products products) {
+    for (int i = 0; i < scaled(24); ++i) {
+      Random random(static_cast<uint64_t>(i) + 50);
+      const DType dtype = random.chance(0.5) ? DType::bf16 : DType::f16;
+      const int64_t nq = random.pick<int64_t>({1, 70, 300, 500}), nk = random.pick<int64_t>({1, 95, 97, 700});
+      const int64_t dim = random.pick<int64_t>({8, 64, 72, 128});
+      SCOPED_TRACE(fmt::format("case {}: {} {} x {} x {}", i, dtype_name(dtype), nq, nk, dim));
+      Problem problem(random, dtype, nq, nk, dim, random.pick<double>({0.1, 1.0, 4.0}));
+      int64_t left = nq;
+      while (left > 0 && problem.groups() < 6) {
+        const int64_t size = random.between(0, left);
+        problem.add_group(size);
+        problem.select_some(problem.groups() - 1, random, random.pick<double>({0.02, 0.3, 1.0}));
+        left -= size;
+      }
+      if (random.chance(0.5)) {
+        problem.keep.resize(static_cast<size_t>(mask_words(nk)));
+        set_mask_bit(problem.keep.data(), nk - 1);
+      }
+      if (random.chance(0.4)) problem.add_extra(random, random.pick<int64_t>({1, 40}));
+      if (random.chance(0.4)) problem.add_mix(random);
+      AttendArgs args = problem.args();
+      args.products = products;
+      ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args));
+    }
+  });
+}
+
+TEST(ProductsOnDevice, CloseToExactAttention) {
+  each_products([](const Exec& exec, Products products) {
+    for (const int64_t nk : {700, 9000}) {
+      for (const double deviation : {0.3, 2.0}) {
+        Random random(7);
+        Problem problem(random, DType::bf16, 256, nk, 128, deviation);
+        problem.add_dense_group(256);
+        AttendArgs args = problem.args();
+        const double bf16 = relative_error(exec, args);
+        args.products = products;
+        const double error = relative_error(exec, args);
+        RecordProperty(fmt::format("error_{}_{}_{}", row(products).name, nk, deviation), fmt::format("{:.5f}", error));
+        EXPECT_LT(error, products == Products::qk8 ? 0.02 : 0.05) << nk << " keys, deviation " << deviation;
+        EXPECT_GT(error, bf16) << "8 bits were not used";
+      }
+    }
+  });
+}
+
+// One channel 100 times the rest, in each of the three.
+TEST(ProductsOnDevice, ChannelThatStandsOut) {
+  each_products([](const Exec& exec, Products products) {
+    for (const int where : {0, 1, 2}) {
+      SCOPED_TRACE(where == 0 ? "q" : where == 1 ? "k" : "v");
+      Random random(8);
+      Problem problem(random, DType::bf16, 200, 700, 128);
+      Rows& rows = where == 0 ? problem.q : where == 1 ? problem.k : problem.v;
+      for (int64_t t = 0; t < rows.view().tokens; ++t) rows.set(t, 37, 100 * reference::element(rows.view(), t, 37));
+      problem.scale = where == 2 ? problem.scale : 0.01f;
+      problem.add_dense_group(200);
+      AttendArgs args = problem.args();
+      args.products = products;
+      ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args));
+      EXPECT_LT(relative_error(exec, args), 0.06);
+    }
+  });
+}
+
+TEST(ProductsOnDevice, ConstantKeysAndZeroRows) {
+  each_products([](const Exec& exec, Products products) {
+    Random random(9);
+    Problem same(random, DType::bf16, 100, 300, 128), zeros(random, DType::bf16, 100, 300, 128);
+    for (int64_t j = 1; j < 300; ++j) same.k.copy_row(j, 0);
+    for (int64_t c = 0; c < 128; ++c) {
+      for (int64_t t = 0; t < 100; t += 3) zeros.q.set(t, c, 0);
+      for (int64_t j = 0; j < 300; j += 7) zeros.k.set(j, c, 0), zeros.v.set(j, c, 0);
+    }
+    for (Problem* problem : {&same, &zeros}) {
+      problem->add_dense_group(100);
+      AttendArgs args = problem->args();
+      args.products = products;
+      ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args));
+    }
+  });
+}
+
+// A head with a value that is not finite is done in 16 bits, and the others of its chunk are not.
+TEST(ProductsOnDevice, HeadThatIsNotFiniteIsDoneIn16Bits) {
+  each_products([](const Exec& exec, Products products) {
+    for (const float bad : {1.0f, kNan, kInf}) {
+      SCOPED_TRACE(bad);
+      Random random(10);
+      std::vector<Problem> problems;
+      for (int h = 0; h < 3; ++h) {
+        Problem& problem = problems.emplace_back(random, DType::bf16, 250, 300, 128);
+        problem.q = Rows(random, DType::bf16, 250, 128, 1, 0);  // of one stride
+        problem.k = Rows(random, DType::bf16, 300, 128, 1, 8), problem.v = Rows(random, DType::bf16, 300, 128, 1, 0);
+        problem.add_group(250);
+        problem.select_some(0, random, 0.5);
+      }
+      problems[1].k.set(17, 5, bad);
+      std::vector<std::unique_ptr<Output>> together;
+      std::vector<AttendArgs> chunk;
+      for (const Problem& problem : problems) {
+        AttendArgs args = problem.args();
+        args.products = products;
+        chunk.push_back(together.emplace_back(std::make_unique<Output>(exec, args))->args);
+      }
+      run_attend(exec, chunk);
+      for (size_t h = 0; h < 3; ++h) {
+        AttendArgs args = problems[h].args();
+        const auto in_16 = Result(exec, args).all();
+        args.products = products;
+        const auto in_8 = Result(exec, args).all();
+        EXPECT_EQ(in_16 == in_8, h == 1 && bad != 1) << "head " << h;
+        EXPECT_TRUE(together[h]->all() == in_8) << "head " << h << " of a chunk";
+      }
+    }
+  });
+}
+
+// Keys that are not valid hold anything, and what they hold changes nothing.
+TEST(ProductsOnDevice, InvalidKeysDoNotCount) {
+  each_products([](const Exec& exec, Products products) {
+    std::vector<std::vector<uint8_t>> results;
+    for (const float rest : {0.0f, 1e30f, kNan}) {
+      Random random(11);
+      Problem problem(random, DType::bf16, 250, 300, 128);
+      problem.add_group(250);
+      std::vector<uint32_t> valid(static_cast<size_t>(mask_words(300)));
+      for (int64_t j = 0; j < 300; ++j) {
+        if (j % 5 != 0) {
+          set_mask_bit(valid.data(), j), problem.select(0, j);
+        } else {
+          for (int64_t c = 0; c < 128; ++c) problem.k.set(j, c, rest), problem.v.set(j, c, rest);
+        }
+      }
+      AttendArgs args = problem.args();
+      args.products = products;
+      args.valid = valid.data();
+      results.push_back(Result(exec, args).all());
+    }
+    EXPECT_EQ(results[0], results[1]);
+    EXPECT_EQ(results[0], results[2]);
+  });
+}
+
+TEST(ProductsOnDevice, BitwiseOverRuns) {
+  each_products([](const Exec& exec, Products products) {
+    Random random(14);
+    Problem problem(random, DType::bf16, 690, 4000, 128);
+    for (const int64_t n : {5, 0, 600, 80}) {
+      problem.add_group(n);
+      problem.select_some(problem.groups() - 1, random, 0.9);
+    }
+    problem.add_extra(random, 4);
+    AttendArgs args = problem.args();
+    args.products = products;
+    const auto first = Result(exec, args).all();
+    for (int64_t run = 0; run < scaled(limits().runs); ++run) ASSERT_EQ(Result(exec, args).all(), first) << "run " << run;
+  });
+}
+
+}  // namespace
+}  // namespace scope::test
