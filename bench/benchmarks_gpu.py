@@ -212,13 +212,18 @@ def compare(libscope, name, tensors, rope, densities, options, text=0, long=True
         dense = Scope(libscope, q, k, v, "dense", {"kernel": kernel}, rope)
         row(f"dense, {kernel}", median_ms(dense.call, options.repeat, 1))
         del dense
+    for products in ("qk8", "qkv8") if long else ():
+        dense = Scope(libscope, q, k, v, "dense", {"products": products}, rope)
+        row(f"dense, {products}", median_ms(dense.call, options.repeat, 1))
+        del dense
     for density in densities:
         variants = [("scope, rule=target", "scope", {"rule": "target"})]
         if methods:
             variants = [(variant, *parse(variant, {"target_density": density})) for variant in methods]
         elif long:
             variants += [("scope, fixed k", "scope", {"rule": "fixed"}), ("scope-exact, rule=target", "scope-exact", {"rule": "target"}),
-                         ("scope-mean, rule=target", "scope-mean", {"rule": "target"}), ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
+                         ("scope-mean, rule=target", "scope-mean", {"rule": "target"}),
+                         *((f"scope-mean, target, {p}", "scope-mean", {"rule": "target", "products": p}) for p in ("qk8", "qkv8")), ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
             if density == densities[0]:
                 variants += [("scope, target, portable", "scope", {"rule": "target", "kernel": "portable"}),
                              ("scope, target, 100 MiB workspace", "scope", {"rule": "target", "target_scope": "head", "workspace_limit": 100})]

@@ -166,8 +166,10 @@ TEST_F(EngineOps, LinearLayers) {
           size[static_cast<size_t>(r * out + o)] = all;
         }
       }
-      const double relative =
-          from == DType::bf16 ? c.exact : std::max(c.products, c.exact);  // bf16 input is multiplied exactly
+      const double products = from == DType::bf16 ? c.exact : std::max(c.products, c.exact);  // bf16 input is exact
+      // An activation is up to 1.13 times as steep as its input, which a device may have stored before.
+      const double before = test::testing_cuda() && to == DType::bf16 ? 0x1p-8 : 0;
+      const double relative = then == Activation::none ? products : 1.13 * (products + before);
       expect_near(y.read(), want, size, relative, to,
                   fmt::format("{}: {} x {} x {} then {}", c.name, rows, in, out, static_cast<int>(then)));
       const auto once = y.read();

@@ -65,7 +65,6 @@ struct Shared : ForByteValues<C> {
   AttendTile tiles[kTiles];          // rows == 0: no more
   int32_t keys[C::kListKeys];        // a ring of blocks: a key, kExtraKey | an extra key, or kNoKey
   uint32_t ahead[kAhead][2][32];     // words of the mask and of the keys that every query sees, as they arrive
-  uint2 words[32];                   // of the mask, and where their keys begin in `keys`
   float bias[C::kStages][C::kKeys];  // over scale; of extra keys only
   float2 parts[64];                  // a warpgroup's maximum and sum for each row of a shared tile
   uint64_t tile_full[kTiles], tile_empty[kTiles];
@@ -83,7 +82,6 @@ __device__ int block_count(const AttendTile& tile) {
 template <class C>
 __device__ void expand(const AttendLaunch& at, Shared<C>& shared) {
   const int lane = threadIdx.x % 32;
-  const uint32_t below = (1u << lane) - 1;
   Ring<C::kLists> opening, closing;  // the next blocks to take from and to hand to the loading warps
   Ring<kTiles> ring;
   for (;; ring.next()) {
@@ -143,18 +141,17 @@ __device__ void expand(const AttendLaunch& at, Shared<C>& shared) {
         const int total = __shfl_sync(~0u, through, 31);
         if (total == 0) continue;
         open((done + total + C::kKeys - 1) / C::kKeys);
-        shared.words[lane] = make_uint2(mine, wrap(place + through - __popc(mine)));
-        __syncwarp();
-        const int32_t key = flag | 32 * first + lane;
-        for (int i = 0; i < 32; i += 8) {
-          uint2 word[8];  // read before any store, which might alias
-#pragma unroll
-          for (int j = 0; j < 8; ++j) word[j] = shared.words[i + j];
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const int to = wrap(word[j].y + __popc(word[j].x & below));
-            store_if(word[j].x >> lane & 1, shared_address(shared.keys) + 4 * to, key + 32 * (i + j));
-          }
+        // Each lane lists its own word, bit by bit: as many turns as the fullest has bits, which are few where little is
+        // kept.
+        const int32_t key = flag | 32 * (first + lane);
+        const int turns = __reduce_max_sync(~0u, __popc(mine));
+        uint32_t left = mine;
+        int to = wrap(place + through - __popc(mine));
+#pragma unroll 2
+        for (int i = 0; i < turns; ++i) {
+          store_if(left != 0, shared_address(shared.keys) + 4 * to, key + __ffs(left) - 1);
+          left &= left - 1;
+          to = wrap(to + 1);
         }
         done += total;
         place = wrap(place + total);

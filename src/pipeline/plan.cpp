@@ -165,9 +165,10 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
     return checked_add(arena.used(), Arena::kAlignment, "workspace bytes");
   };
   // auto leaves room for chunks beside what all heads of a sample keep where one rho is solved for them.
-  const int64_t limit = settings.workspace_limit != 0
-                            ? settings.workspace_limit << 20
-                            : std::max(int64_t{400} << 20, checked_mul(bytes(1) / 2, 3, "workspace bytes"));
+  // The bytes of 8-bit products are four times what a head needs otherwise.
+  const int64_t enough = int64_t{settings.products == Products::bf16 ? 400 : 1600} << 20;
+  const int64_t limit = settings.workspace_limit != 0 ? settings.workspace_limit << 20
+                                                      : std::max(enough, checked_mul(bytes(1) / 2, 3, "workspace bytes"));
   chunk = backend->chunk(shape.heads, limit, bytes);
   if (settings.profile != nullptr) chunk = 1;  // whose floors are each head's own
   workspace_bytes = bytes(chunk);
