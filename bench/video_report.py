@@ -37,10 +37,13 @@ def scopes(rows):
 
 
 def readme(load):
-    """PSNR against dense of whole videos on both models, at three densities; `sol` ran apart, on the same clips and seeds."""
+    """PSNR against dense of whole videos on both models, at three densities; some rows ran apart, on the same clips and seeds."""
     models = [load("held_clips_wan.json"), load("held_tiny_wan.json")]
-    for data, apart in zip(models, (load("held_clips_wan_sol.json"), load("held_tiny_wan_sol.json"))):
-        data["rows"] += [r for r in apart["rows"] if r["variant"] == "sol"]
+    apart = [{"sol": ["held_clips_wan_sol.json"], "scope-paper": ["held_clips_wan_paper.json", "presets_held_clips_wan_25.json"]},
+             {"sol": ["held_tiny_wan_sol.json"]}]
+    for data, others in zip(models, apart):
+        for variant, names in others.items():
+            data["rows"] += [r for name in names for r in load(name)["rows"] if r["variant"] == variant]
     targets = (0.05, 0.1, 0.2)
     lines = ["| whole videos against dense ones of the same seeds: PSNR in dB at density " + " / ".join(f"{t:.2f}" for t in targets) + " | " +
              " | ".join(f"`{pathlib.Path(data['model']).name}`, {'×'.join(map(str, data['grid']))}" for data in models) + " |", "|---" * (1 + len(models)) + "|"]
