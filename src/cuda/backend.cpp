@@ -122,7 +122,9 @@ std::vector<std::string> inventory() {
   for (const Device& x : devices()) {
     lines.push_back(fmt::format("GPU {}             {}, sm_{}{}, {} multiprocessors, {:.0f} GiB{}", x.index, x.name, x.major,
                                 x.minor, x.multiprocessors, static_cast<double>(x.memory_bytes) / (1 << 30),
-                                x.major >= 8 ? "" : ": too old, sm_80 is needed"));
+                                x.major < 8    ? ": too old, sm_80 is needed"
+                                : x.major == 9 ? "; products bf16, qk8, qkv8"
+                                               : "; products bf16"));
   }
   if (lines.empty()) lines.push_back("GPU               none, or no driver for it");
   return lines;
