@@ -22,11 +22,16 @@ def encode(options):
     import torch
     from PIL import Image, ImageOps
     try:
-        name = diffusers.DiffusionPipeline.load_config(options.pipeline)["_class_name"]
+        config = diffusers.DiffusionPipeline.load_config(options.pipeline)
+        name = config["_class_name"]
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"{options.pipeline}: this is no pipeline of diffusers: {error}")
     if name not in PIPELINES:
         sys.exit(f"{options.pipeline}: got a {name}, expected one of {', '.join(PIPELINES)}")
+    left_out = dict(transformer=None)
+    if name == "WanPipeline" and config.get("expand_timesteps") and options.image:  # TI2V is saved as text to video, and does both
+        name = "WanImageToVideoPipeline"
+        left_out.update({part: None for part in ("image_encoder", "image_processor") if part not in config})
     wan, from_image = name.startswith("Wan"), "ImageToVideo" in name
     if from_image != bool(options.image):
         sys.exit(f"--image: {name} " + ("starts from one" if from_image else "takes none"))
@@ -37,10 +42,14 @@ def encode(options):
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left_out = dict(transformer=None, **(dict(transformer_2=None) if wan else {}))
-    types = dict(default=dtype, vae=torch.float32)
+    if wan:
+        left_out["transformer_2"] = None
+    types = dict(default=dtype, vae=torch.float32, **(dict(image_encoder=torch.float32) if wan else {}))  # as diffusers' pages load them
     pipe = getattr(diffusers, name).from_pretrained(options.pipeline, torch_dtype=types, **left_out).to(device)
     width, height = options.size
+    multiple = 2 * pipe.vae_scale_factor_spatial
+    if width % multiple or height % multiple:
+        sys.exit(f"--size: got {width}x{height}, this pipeline takes multiples of {multiple}")
     image = pixels = None
     if from_image:
         image = ImageOps.fit(ImageOps.exif_transpose(Image.open(options.image)).convert("RGB"), options.size, Image.Resampling.LANCZOS)

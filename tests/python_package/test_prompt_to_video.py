@@ -1,7 +1,9 @@
 """tools/encode_prompt.py, `scope generate` and tools/decode_latents.py against diffusers' pipelines, on whole tiny ones."""
 import importlib.util
+import json
 import math
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -73,6 +75,28 @@ def psnr_of(place, folder, frames):
     ours = numpy.stack([numpy.asarray(Image.open(path)) for path in sorted((place / folder).glob("frame_*.png"))]) / 255
     assert ours.shape == frames.shape
     return -10 * math.log10(((ours - frames)**2).mean())
+
+
+def test_ti2v_is_saved_as_text_to_video(place):
+    """It takes an image all the same, whose latents are those of the first frame alone."""
+    folder = place / "ti2v"
+    shutil.copytree(model(place, "wan2.2-t2v"), folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["_class_name"] == "WanPipeline"
+    (folder / "model_index.json").write_text(json.dumps({**index, "expand_timesteps": True}))
+    out = place / "ti2v.safetensors"
+    tool("encode_prompt", folder, "--prompt", "a cat", "--image", place / "first.png", "--size", "256x144", "--frames", 9, "--seed", 3, "-o", out)
+    found = load_file(out)
+    assert found["condition"].shape == (1, found["noise"].shape[1], 1, *found["noise"].shape[3:])
+
+
+def test_size_of_half_a_token_is_refused(place):
+    config = model(place, "wan2.1-t2v") / "vae" / "config.json"
+    folder = place / "coarse"
+    shutil.copytree(model(place, "wan2.1-t2v"), folder)
+    (folder / "vae" / "config.json").write_text(json.dumps({**json.loads(config.read_text()), "scale_factor_spatial": 16}))
+    with pytest.raises(SystemExit, match="got 256x144, this pipeline takes multiples of 32"):
+        tool("encode_prompt", folder, "--prompt", "a cat", "--size", "256x144", "--frames", 9, "-o", place / "coarse.safetensors")
 
 
 @pytest.mark.skipif(not os.path.exists(SCOPE), reason="there is no scope command")

@@ -21,7 +21,7 @@ from PIL import Image  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 from scope_attn.reproduce import __main__ as command  # noqa: E402
-from scope_attn.reproduce import profile, quality, results, table  # noqa: E402
+from scope_attn.reproduce import profile, quality, results, table, work  # noqa: E402
 from scope_attn.reproduce.settings import METHODS, SETTINGS  # noqa: E402
 
 if tiny.DEVICE != "cpu":
@@ -281,3 +281,19 @@ def test_paper():
         assert len(setting.paper) == 5 and all(len(row) == len(table.COLUMNS) for row in setting.paper.values())
         sparse = [row for method, row in setting.paper.items() if method != "dense"]
         assert setting.paper["scope"][:3] == (max(row[0] for row in sparse), max(row[1] for row in sparse), min(row[2] for row in sparse))
+
+
+def test_frames_stay_where_ffmpeg_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results, "ffmpeg", lambda: shutil.which("false"))
+    results.Results(tmp_path).write_video("dense", 0, numpy.zeros((2, 16, 16, 3)), 16, {"seconds": 1})
+    assert sorted(path.name for path in (tmp_path / "dense" / "0000").iterdir()) == ["frame_000.png", "frame_001.png", "run.json"]
+    assert "made no clip.mp4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, given", (("latent_concat", 0), ("token_replace", 1)))
+def test_given_frames_of_hunyuan(tmp_path, kind, given):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps({"image_condition_type": kind}))
+    assert work.given_frames(str(tmp_path), SETTINGS["hunyuan-i2v"]) == given
+    assert work.given_frames("nowhere", SETTINGS["wan2.1-i2v"]) == 1
+    assert work.given_frames("nowhere", SETTINGS["hunyuan-t2v"]) == 0

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -146,9 +147,12 @@ class Results:
             with concurrent.futures.ThreadPoolExecutor(8) as pool:
                 list(pool.map(lambda i: Image.fromarray(pictures[i]).save(part / f"frame_{i:03d}.png"), range(len(pictures))))
             command = ffmpeg()
-            if command:  # to look at, and for VBench
-                subprocess.run([command, "-nostdin", "-loglevel", "error", "-framerate", str(fps), "-i", part / "frame_%03d.png",
-                                "-crf", "10", "-pix_fmt", "yuv420p", part / "clip.mp4"], check=True)
+            if command:  # to look at, and for VBench; the frames are the result
+                made = subprocess.run([command, "-nostdin", "-loglevel", "error", "-framerate", str(fps), "-i", part / "frame_%03d.png",
+                                       "-crf", "10", "-pix_fmt", "yuv420p", part / "clip.mp4"])
+                if made.returncode != 0:
+                    (part / "clip.mp4").unlink(missing_ok=True)
+                    print(f"{final}: ffmpeg made no clip.mp4 (status {made.returncode}); the frames are there", file=sys.stderr)
             write_json(part / "run.json", about)
             try:
                 part.rename(final)

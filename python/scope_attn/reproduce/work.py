@@ -39,6 +39,7 @@ def run(options):
         torch.cuda.set_device(device)
     if ranks.share("about", lambda: about) != about:
         raise Refused(f"rank {ranks.rank}: its options, prompts or images are not those of rank 0")
+    ranks.wait("checked")  # before rank 0 begins the folder that the others look at
 
     measured = any(method.name == "svoo" for method in methods) and profile is None and not results.profile.exists()
     missing = ranks.share("missing", lambda: [[m, i] for m, method in enumerate(methods) for i in range(len(clips)) if
@@ -57,7 +58,7 @@ def run(options):
             print(f"video {at + 1} of {len(missing)}: {methods[m].label}, prompt {i}: {said}; about {duration(left)} left", flush=True)
         del maker
     ranks.wait("videos are made")
-    skip = 1 if setting.from_image else 0
+    skip = given_frames(options.model, setting)
     measure(methods, len(clips), results, ranks, device, skip)
     ranks.wait("all is measured")
     if ranks.rank == 0:
@@ -188,6 +189,14 @@ class Maker:
                      versions=dict(torch=torch.__version__, diffusers=diffusers.__version__))
         self.results.write_video(method.label, number, out.frames[0], self.setting.fps, about)
         return f"{seconds:.1f} s" + (f", density {density:.3f}" if density else "")
+
+
+def given_frames(model: str, setting: Setting) -> int:
+    """The first frames that come from an image; HunyuanVideo's `latent_concat` drops those that would."""
+    if setting.from_image and setting.pipeline.startswith("Hunyuan"):
+        config = diffusers.HunyuanVideoTransformer3DModel.load_config(model, subfolder="transformer")
+        return 0 if config.get("image_condition_type") == "latent_concat" else 1
+    return 1 if setting.from_image else 0
 
 
 def measure(methods: list[Method], clips: int, results: Results, ranks: Ranks, device: torch.device, skip: int):
