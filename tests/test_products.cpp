@@ -1,5 +1,7 @@
 // 8-bit products in attend: against the same arithmetic in float64, against exact attention, and on what stands out.
 #include "attend_cases.h"
+#include "methods/methods.h"
+#include "pipeline/plan.h"
 #include "stages/choices.h"
 
 namespace scope::test {
@@ -169,6 +171,22 @@ double relative_error(const Exec& exec, const AttendArgs& args) {
     }
   }
   return std::sqrt(error / size);
+}
+
+// Nothing is selected in a dense call, but it multiplies.
+TEST(ProductsOnCpu, DenseCallsAreRefusedThemToo) {
+  const Context context(1);
+  Settings settings = find_method("dense").settings();
+  for (const ProductsRow& row : products_rows()) {
+    settings.products = row.choice;
+    std::string said = "accepted";
+    try {
+      const Plan plan(context, settings, {.q_tokens = 8, .k_tokens = 8, .dim = 16, .rope = {}, .subspaces = {}});
+    } catch (const Error& error) {
+      said = error.what();
+    }
+    EXPECT_EQ(said, row.choice == Products::bf16 ? "accepted" : fmt::format("products: cpu has no {}", row.name));
+  }
 }
 
 TEST(ProductsOnDevice, EqualTheSameArithmeticInFloat64) {

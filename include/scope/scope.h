@@ -255,11 +255,11 @@ typedef struct scope_head_stats {
 
 typedef struct scope_call_stats {
   size_t struct_size;
-  int32_t reason;                /* a scope_reason: what ran, and why */
-  int32_t warm;                  /* 1: every sample started from its state, or reused it */
-  int32_t iterations;            /* K-means iterations run */
-  int32_t reserved;              /* 0 */
-  const char* arithmetic;        /* of attend's products: "f32", "bf16" or "f16" */
+  int32_t reason;         /* a scope_reason: what ran, and why */
+  int32_t warm;           /* 1: every sample started from its state, or reused it */
+  int32_t iterations;     /* K-means iterations run */
+  int32_t reserved;       /* 0 */
+  const char* arithmetic; /* of attend's products: "f32", "bf16", "f16", or with 8 bits "s8+bf16", "s8+f16", "s8+e4m3" */
   double density, total_density; /* means over heads */
   double check_seconds, group_seconds, encode_seconds, score_seconds, select_seconds, attend_seconds, total_seconds;
 } scope_call_stats;
