@@ -38,13 +38,20 @@ void expect_rows(const Exec& exec, const Proxy& proxy, int64_t height, double to
   }
 }
 
+// Centroids of the exact proxy are numbers of its keys' type.
+std::vector<float> rounded_normals(Random& random, int64_t count, DType dtype) {
+  auto x = normals(random, count);
+  for (float& each : x) each = static_cast<float>(reference::rounded(static_cast<double>(each), dtype));
+  return x;
+}
+
 TEST(Score, Differential) {
   each_case("score", 3000, [](Case& at) {
     Random& random = at.random;
     const int64_t count = random.chance(0.5) ? at.tokens : random.between(1, at.tokens);
     const int64_t groups = random.between(1, at.tokens >= 1025 ? 3 : 30), codes = random.pick<int64_t>({1, 7, 16, 70});
     const Partition partition = dealt(random, at.dim, random.pick<int64_t>({1, 2, 3, 4, 8}));
-    const auto centroids = normals(random, groups * at.dim), codebooks = normals(random, codes * at.dim);
+    const auto centroids = rounded_normals(random, groups * at.dim, at.dtype), codebooks = normals(random, codes * at.dim);
     const auto subspaces = static_cast<int64_t>(partition.size());
     ScoreArgs args;
     args.centroids = centroids.data();
@@ -179,7 +186,7 @@ TEST(Score, NanInKeysOutsideTheRowsNeverLeaks) {
           for (int64_t c = 0; c < 40; ++c) k.set(t, c, std::nan(""));
         }
       }
-      const auto centroids = normals(random, 3 * 40);
+      const auto centroids = rounded_normals(random, 3 * 40, dtype);
       const Proxy proxy{ProxyKind::exact, 3, 77, 0.2f, centroids.data(), k.view(), rows.data(), 0, 0, nullptr, nullptr};
       expect_rows(exec, proxy, 3, limits().score);
     }
@@ -192,7 +199,7 @@ TEST(Score, RowsAreBitwiseTheSameInAnyBlock) {
     Random random(3);
     const Rows k(random, DType::bf16, 150, 80, 1);
     const auto rows = all_rows(150);
-    const auto centroids = normals(random, kScoreRows * 80);
+    const auto centroids = rounded_normals(random, kScoreRows * 80, DType::bf16);
     const Proxy proxy{ProxyKind::exact, kScoreRows, 150, 0.1f,    centroids.data(), k.view(),
                       rows.data(),      0,          0,   nullptr, nullptr};
     Guarded<float> whole(kScoreRows * 150), buffer(buffer_of(exec, 80));

@@ -28,12 +28,26 @@ constexpr int64_t kPanel = 16 * kVectors;  // keys of a panel, channels of a til
 // A channel pair (or key pair) is one 32-bit word, so that one vdpbf16ps does two products per lane.
 int64_t pairs(int64_t n) { return ceil_div(n, 2); }
 
+// f32_to_bf16, 16 at a time.
+SCOPE_BF16 void round_row(const float* in, int64_t n, uint16_t* out) {
+  int64_t c = 0;
+  for (; c + 16 <= n; c += 16) {
+    const __m512i bits = _mm512_loadu_si512(in + c);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512 values = _mm512_castsi512_ps(bits);
+    const __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    const __m512i up = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd);
+    const __m512i rounded = _mm512_mask_or_epi32(_mm512_add_epi32(bits, up), nan, bits, _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + c), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  }
+  for (; c < n; ++c) out[c] = f32_to_bf16(in[c]);
+}
+
 void copy_row(const RowsView& src, int32_t row, uint16_t* out, int64_t width) {
   if (src.dtype == DType::bf16) {
     std::memcpy(out, src.row(row), static_cast<size_t>(2 * src.dim));
-  } else {  // virtual keys come as f32
-    const auto* in = reinterpret_cast<const float*>(src.row(row));
-    for (int64_t c = 0; c < src.dim; ++c) out[c] = f32_to_bf16(in[c]);
+  } else {  // virtual keys and centroids come as f32
+    round_row(reinterpret_cast<const float*>(src.row(row)), src.dim, out);
   }
   std::fill(out + src.dim, out + width, uint16_t{0});
 }

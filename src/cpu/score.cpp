@@ -2,6 +2,7 @@
 #include "stages/score.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
@@ -46,9 +47,33 @@ void score(const Exec& exec, const ScoreArgs& args) {
   for (int64_t h = 0; h < args.heads; ++h) score_head(exec, args, h);
 }
 
+namespace {
+
+constexpr int64_t kKeys = 2 * kMostPanel;  // packed at a time
+
+// What multiply_rows works with, of kKeys keys and kStrip groups at a time.
+struct ProductBuffers {
+  float* rows;      // [panel, stride]
+  float* keys;      // [kKeys, dim] in panels
+  float* groups;    // [kStrip, stride]
+  float* products;  // [kStrip, kKeys]
+  int64_t stride;
+
+  ProductBuffers(Arena arena, const Exec& exec, int64_t dim, int64_t* bytes = nullptr) : stride(round_up(dim, kLanes)) {
+    rows = arena.take<float>(exec.kernels->panel * stride);
+    keys = arena.take<float>(kKeys * stride);
+    groups = arena.take<float>(kStrip * stride);
+    products = arena.take<float>(kStrip * kKeys);
+    if (bytes != nullptr) *bytes = arena.used();
+  }
+};
+
+}  // namespace
+
 int64_t score_rows_buffer(const Exec& exec, int64_t dim) {
-  const int64_t panel = exec.kernels->panel, stride = round_up(dim, kLanes);
-  return panel * stride + panel * dim + kScoreRows * panel;
+  int64_t bytes = 0;
+  ProductBuffers(Arena(), exec, dim, &bytes);
+  return ceil_div(bytes, static_cast<int64_t>(sizeof(float)));
 }
 
 namespace {
@@ -65,21 +90,21 @@ void look_up_rows(const Exec& exec, const Proxy& proxy, int64_t head, int64_t fi
 
 void multiply_rows(const Exec& exec, const Proxy& proxy, int64_t head, Span groups, Span keys, float* out, int64_t stride,
                    float* buffer) {
-  const RowsView k = proxy.k[head];
-  const int64_t dim = k.dim, panel = exec.kernels->panel, row_stride = round_up(dim, kLanes);
-  float* rows = buffer;
-  float* packed = rows + panel * row_stride;
-  float* products = packed + panel * dim;
-  for (int64_t j = keys.begin; j < keys.end; j += panel) {
-    const int64_t width = std::min(panel, keys.end - j);
-    exec.kernels->load_rows(k, proxy.rows + j, width, rows, row_stride);
-    exec.kernels->pack(rows, row_stride, width, dim, packed);
-    for (int64_t c = groups.begin; c < groups.end; c += kScoreRows) {
-      const int64_t n = std::min(kScoreRows, groups.end - c);
-      exec.kernels->dot(proxy.centroids[head] + c * dim, dim, n, packed, width, dim, products, panel);
+  const RowsView k = proxy.k[head], centroids{proxy.centroids[head], DType::f32, proxy.groups, k.dim, k.dim};
+  const AttendKernels& dots = attend_kernels(exec, k.dtype);
+  const ProductBuffers at(Arena(buffer, score_rows_buffer(exec, k.dim) * int64_t{sizeof(float)}), exec, k.dim);
+  for (int64_t j = keys.begin; j < keys.end; j += kKeys) {
+    const int64_t width = std::min(kKeys, keys.end - j);
+    dots.pack_k(*exec.kernels, k, proxy.rows + j, width, at.keys, at.rows, at.stride);
+    for (int64_t c = groups.begin; c < groups.end; c += kStrip) {
+      const int64_t n = std::min(kStrip, groups.end - c);
+      int32_t strip[kStrip];
+      std::iota(strip, strip + n, static_cast<int32_t>(c));
+      dots.pack_q(*exec.kernels, centroids, strip, n, at.groups, at.stride);
+      dots.dot(at.groups, at.stride, n, at.keys, width, k.dim, at.products, kKeys);
       for (int64_t i = 0; i < n; ++i) {
         float* to = out + (c - groups.begin + i) * stride + j;
-        for (int64_t x = 0; x < width; ++x) to[x] = products[i * panel + x] * proxy.scale;
+        for (int64_t x = 0; x < width; ++x) to[x] = at.products[i * kKeys + x] * proxy.scale;
       }
     }
   }
