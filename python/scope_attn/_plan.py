@@ -172,7 +172,7 @@ class State(Handle):
         self.ticket = of_torch and of_torch.ticket(self.number)  # names it in a compiled graph
         self._state: Any = None
         self._memory: Any = None  # on a GPU: a tensor
-        self._stream: Any = None  # that it was made on
+        self._stream: Optional[int] = None  # that it was made on
         if plan is not None:
             with plan.context.lock:
                 self._bind(plan)
@@ -184,16 +184,17 @@ class State(Handle):
             self._memory, self._stream = _torch.settled_memory(plan.state_bytes, plan.index)
         self._state = _c_api.State(plan._plan, None if self._memory is None else self._memory.data_ptr())
 
-    def _handle_for(self, plan: Plan, stream: Any):
-        """For a call with this plan and stream, under the lock of the plan's context."""
+    def _handle_for(self, plan: Plan, stream: Optional[int]):
+        """For a call with this plan on the current stream, under the lock of the plan's context."""
         if not plan.state_bytes:
             return None
         if self._state is None:
             self._bind(plan)
         if self._context.index != plan.index:
             raise ValueError(f"state: it is on {self._context.device}, the call on {plan.device}")
-        if stream is not None and stream != self._stream:
-            self._memory.record_stream(stream)
+        if stream != self._stream:
+            from . import _torch
+            _torch.record_stream(self._memory, plan.index)
         return self._state.handle
 
     def _raw_stream(self):
@@ -502,7 +503,8 @@ class Plan(Handle):
                 a.workspace = self.context.workspace(a.workspace_bytes)
             else:
                 # From the allocator's pool of this stream: freed below, and given to nobody but later work of the same stream.
-                stream, a.stream, workspace = arrays.stream_and_memory(a.workspace_bytes, self.index)
+                stream = a.stream = arrays.raw_stream(self.index)
+                workspace = arrays.device_memory(a.workspace_bytes, self.index)
                 a.workspace = workspace.data_ptr()
             a.state = None
             if state is not None:
