@@ -1,0 +1,252 @@
+r"""Times passes of diffusers' transformers in the shapes of Wan2.1 14B and HunyuanVideo 13B at 720p, dense and enabled; writes JSON.
+
+    SCOPE_LIBRARY=build/cuda/libscope.so PYTHONPATH=python python3 bench/diffusers_steps.py --model wan2.1-t2v-14b \
+        --json bench/results/h200_diffusers_wan.json              (about two minutes; HunyuanVideo takes about three)
+    … --small                                                     tiny shapes on the CPU, to see that it runs
+
+A pass is one forward of the transformer for one branch, and a step has one for each branch: two in Wan, one in HunyuanVideo. Dense
+passes are diffusers' own with cuDNN's attention; sparse ones those of scope_attn.enable: the first of a video, whose states are cold,
+and a warm one. A run is the schedule of the model's row, added up from them. Before anything is timed a pass of two layers of each
+kind runs at the same size, so that no kernel is loaded and no graph compiled inside what counts. Weights and inputs are random and
+drawn on the device. Needs PyTorch and diffusers, and no network.
+"""
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoTransformer3DModel, WanTransformer3DModel
+from torch._dynamo.utils import counters
+
+import scope_attn
+
+WARM_UP_LAYERS = 2  # of each kind: the first gets its input in another layout than the others
+
+
+class Kind(NamedTuple):
+    """What we know of a model; the defaults of its class are its shape."""
+
+    row: str  # of scope_attn.models()
+    transformer: Any
+    blocks: dict[str, str]  # lists of layers, and the options that say how many there are
+    branches: int
+    text: int  # tokens
+    small: dict[str, Any]  # a tiny shape
+    inputs: Any  # of a Bench: what a pass takes beside latents, time and text
+
+
+def hunyuan_inputs(bench):
+    """No text is padding, and guidance is embedded."""
+    return dict(encoder_attention_mask=torch.ones(1, bench.kind.text, device=bench.device, dtype=torch.int64),
+                pooled_projections=bench.draw(1, bench.config.pooled_projection_dim),
+                guidance=torch.full((1,), 6000.0, device=bench.device, dtype=bench.dtype))
+
+
+KINDS = {
+    "wan2.1-t2v-14b": Kind("wan2.1-t2v-14b", WanTransformer3DModel, dict(blocks="num_layers"), branches=2, text=512, small=dict(
+        num_attention_heads=2, attention_head_dim=24, ffn_dim=64, text_dim=32, num_layers=3), inputs=lambda bench: {}),
+    "hunyuanvideo": Kind("hunyuanvideo-13b", HunyuanVideoTransformer3DModel, dict(
+        transformer_blocks="num_layers", single_transformer_blocks="num_single_layers"), branches=1, text=256, small=dict(
+        num_attention_heads=2, attention_head_dim=24, num_layers=3, num_single_layers=4, text_embed_dim=32, pooled_projection_dim=16,
+        rope_axes_dim=(4, 10, 10)), inputs=hunyuan_inputs),
+}
+
+
+class Pipeline:
+    """What enable() needs of one."""
+
+    def __init__(self, transformer):
+        self.transformer, self.scheduler = transformer, FlowMatchEulerDiscreteScheduler(shift=5.0)
+
+
+def without_mask(block, args):
+    """Before a block of HunyuanVideo: its mask hides padding, of which there is none, and attention is slower with one."""
+    return *args[:3], None, *args[4:]
+
+
+class Bench:
+    def __init__(self, options):
+        self.options, self.kind, self.cuda = options, KINDS[options.model], not options.small
+        self.row = next(row for row in scope_attn.models() if row.name == self.kind.row)
+        self.steps = options.steps or self.row.steps
+        self.device, self.dtype = ("cuda", torch.bfloat16) if self.cuda else ("cpu", torch.float32)
+        self.grid = self.row.grid if self.cuda else (3, 8, 8)
+        self.tokens = self.grid[0] * self.grid[1] * self.grid[2]
+        self.transformer = self.make_transformer()
+        self.config, self.pipe = self.transformer.config, Pipeline(self.transformer)
+        if self.cuda:
+            self.transformer.set_attention_backend("_native_cudnn")
+        if self.kind.row == "hunyuanvideo-13b" and not options.mask:
+            for name in self.kind.blocks:
+                for block in getattr(self.transformer, name):
+                    block.register_forward_pre_hook(without_mask)
+        frames, height, width = self.grid
+        text_dim = self.config.text_dim if "text_dim" in self.config else self.config.text_embed_dim
+        self.inputs = dict(hidden_states=self.draw(1, self.config.in_channels, frames, 2 * height, 2 * width),
+                           encoder_hidden_states=self.draw(1, self.kind.text, text_dim), **self.kind.inputs(self))
+
+    def draw(self, *shape):
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def make_transformer(self):
+        """As from_pretrained would give it: what diffusers keeps in f32 is."""
+        shape = {} if self.cuda else dict(self.kind.small)
+        if self.options.layers:
+            shape.update({option: self.options.layers for option in self.kind.blocks.values()})
+        torch.manual_seed(0)
+        torch.set_default_dtype(self.dtype)
+        with torch.device(self.device):
+            transformer = self.kind.transformer(**shape).eval().requires_grad_(False)
+        torch.set_default_dtype(torch.float32)
+        for name, parameter in transformer.named_parameters():
+            if not set(name.split(".")).isdisjoint(transformer._keep_in_fp32_modules or ()):
+                parameter.data = parameter.data.float()
+        return transformer
+
+    def forward(self, at):
+        """A pass at a step, always of the same branch."""
+        scheduler = self.pipe.scheduler
+        scheduler.set_begin_index(0)
+        scheduler._step_index = at
+        timestep = scheduler.timesteps[at].to(self.device).expand(1)
+        with self.transformer.cache_context("cond"):
+            self.transformer(timestep=timestep, return_dict=False, **self.inputs)
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def timed(self, at):
+        """Seconds of a pass."""
+        graphs, begin = counters["stats"]["unique_graphs"], time.perf_counter()
+        self.forward(at)
+        seconds = time.perf_counter() - begin
+        if counters["stats"]["unique_graphs"] > graphs:
+            print(f"a graph was compiled inside a timed pass of {seconds:.2f} s", file=sys.stderr, flush=True)
+        return seconds
+
+    def begin(self, *steps):
+        """Passes of a few layers at these steps, which do not count; then a new video."""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        whole = {name: getattr(self.transformer, name) for name in self.kind.blocks}
+        for name, blocks in whole.items():
+            setattr(self.transformer, name, blocks[:WARM_UP_LAYERS])
+        self.new_video()
+        for at in steps:
+            self.forward(at)
+        for name, blocks in whole.items():
+            setattr(self.transformer, name, blocks)
+        self.new_video()
+
+    def new_video(self):
+        self.pipe.scheduler.set_timesteps(self.steps)
+
+    def case(self, mode, variant, settings, density, measured_density, dense_s, first_s, warm_s, run_s):
+        """run_s: seconds of the schedule's passes, a branch's."""
+        return dict(mode=mode, variant=variant, settings=settings, density=density, measured_density=measured_density, dense_pass_s=dense_s,
+                    first_pass_s=first_s, warm_pass_s=warm_s, run_s=self.kind.branches * run_s,
+                    peak_bytes=torch.cuda.max_memory_allocated() if self.cuda else None)
+
+    def dense(self, mode):
+        self.begin(0)
+        seconds = statistics.median(self.timed(0) for _ in range(self.options.repeat))
+        return self.case(mode, "dense", {}, None, None, seconds, None, None, self.steps * seconds)
+
+    def sparse_steps(self, method, settings):
+        """Those in which layers beyond the dense ones attend sparsely."""
+        plan = scope_attn.Plan(batch=1, heads=self.row.heads, q_tokens=self.tokens, k_tokens=self.tokens, dim=self.row.dim, rope=self.row.rope,
+                               method=method, model=self.row.name, **settings)
+        return [step for step in range(self.steps) if plan.reason(self.row.layers - 1, step, self.steps) is scope_attn.Reason.SPARSE]
+
+    def enabled(self, mode, variant):
+        """A dense pass of the schedule, if it has any, the first sparse one and a warm one.
+
+        Where dense steps cluster too (HunyuanVideo), the dense pass is the first of a video, whose clustering takes longest, and stands
+        for all of them; the first sparse one is warm then.
+        """
+        method, settings = parsed(variant)
+        sparse = self.sparse_steps(method, settings)
+        dense = [step for step in range(self.steps) if step not in sparse]
+        if len(sparse) < 2:
+            sys.exit(f"--variants: {variant} has {len(sparse)} sparse steps of {self.steps}, expected at least 2")
+        at = [*dense[:1], *sparse[:2]]
+        scope_attn.enable(self.pipe, method, min_tokens=0, **settings)
+        self.begin(*at)
+        videos = []
+        for _ in range(self.options.repeat):
+            self.new_video()
+            videos.append([self.timed(step) for step in at])
+        receipt = scope_attn.receipt(self.pipe)
+        told = receipt.settings["settings"]
+        scope_attn.disable(self.pipe)
+        *dense_s, first_s, warm_s = (statistics.median(column) for column in zip(*videos))
+        run_s = len(dense) * sum(dense_s) + first_s + (len(sparse) - 1) * warm_s
+        return self.case(mode, variant, {"method": method, "model": self.row.name, **told}, float(told["target_density"]), receipt.density,
+                         *(dense_s or [None]), first_s, warm_s, run_s)
+
+
+def parsed(variant):
+    """METHOD[:NAME=VALUE[+NAME=VALUE…]], as the command scope takes it."""
+    method, _, settings = variant.partition(":")
+    return method, dict(setting.split("=", 1) for setting in settings.split("+") if setting)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=KINDS, default="wan2.1-t2v-14b")
+    parser.add_argument("--small", action="store_true", help="a tiny shape on the CPU")
+    parser.add_argument("--layers", type=int, help="of each kind of block, at least 2, to try it; without it the whole model")
+    parser.add_argument("--modes", type=lambda text: text.split(","), default=["eager", "compiled"],
+                        help="eager, compiled or both, in this order; variants run in the last, dense attention in each")
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=["scope:target_density=0.2", "fast"],
+                        help="METHOD[:NAME=VALUE[+NAME=VALUE…]], separated by commas, each with a target density")
+    parser.add_argument("--mask", action="store_true", help="give attention HunyuanVideo's mask of padding, as diffusers does, though it is all ones")
+    parser.add_argument("--steps", type=int, help="of the schedule that the run is added up for; without it the model's")
+    parser.add_argument("--repeat", type=int, default=1, help="medians of so many passes")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--json", help="written anew after each case")
+    options = parser.parse_args()
+    if options.modes not in (["eager"], ["compiled"], ["eager", "compiled"]):
+        parser.error(f"--modes: got {','.join(options.modes)}, expected eager, compiled or eager,compiled")
+    if options.layers is not None and options.layers < WARM_UP_LAYERS:
+        parser.error(f"--layers: got {options.layers}, expected at least {WARM_UP_LAYERS}")
+    start, bench = time.perf_counter(), Bench(options)
+    result = {"commit": options.commit, "finished": False,
+              "machine": {"gpu": torch.cuda.get_device_name() if bench.cuda else "none", "torch": torch.__version__,
+                          "diffusers": diffusers.__version__},
+              "host": "diffusers", "model": options.model, "layers": sum(len(getattr(bench.transformer, name)) for name in bench.kind.blocks),
+              "model_layers": bench.row.layers, "heads": bench.config.num_attention_heads, "dim": bench.config.attention_head_dim,
+              "grid": list(bench.grid), "tokens": bench.tokens, "text": bench.kind.text, "branches": bench.kind.branches, "steps": bench.steps,
+              "dtype": str(bench.dtype).split(".")[1], "dense_attention": "cuDNN" if bench.cuda else "native", "masked": options.mask,
+              "repeat": options.repeat, "cases": []}
+
+    def add(case, dense_s):
+        """With how many times as fast the run is as this mode's dense one."""
+        case["times_faster"] = dense_s / case["run_s"]
+        print(f"{time.perf_counter() - start:5.0f} s  " + ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in case.items()), flush=True)
+        result["cases"].append(case)
+        write()
+
+    def write():
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump(result, file, indent=1)
+                file.write("\n")
+
+    with torch.no_grad():
+        for mode in options.modes:
+            if mode == "compiled":
+                bench.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False, backend="inductor" if bench.cuda else "aot_eager")
+            dense = bench.dense(mode)
+            add(dense, dense["run_s"])
+            for variant in options.variants if mode == options.modes[-1] else []:
+                add(bench.enabled(mode, variant), dense["run_s"])
+    result["finished"] = True
+    write()
+
+
+main()

@@ -1,0 +1,48 @@
+"""bench/diffusers_steps.py on tiny shapes: its JSON is whole, runs are added up from passes, and no graph is compiled while it times."""
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("diffusers")
+import tiny_pipelines as tiny  # noqa: E402
+
+if tiny.DEVICE != "cpu":
+    pytest.skip("the tiny shapes are the CPU's", allow_module_level=True)
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "bench/diffusers_steps.py"
+KEYS = {"commit", "machine", "host", "model", "grid", "tokens", "text", "branches", "steps", "dtype", "repeat", "cases"}
+CASE_KEYS = {"mode", "variant", "settings", "density", "measured_density", "dense_pass_s", "first_pass_s", "warm_pass_s", "run_s",
+             "times_faster", "peak_bytes"}
+
+
+@pytest.mark.parametrize("model, branches, dense_steps", [("wan2.1-t2v-14b", 2, 4), ("hunyuanvideo", 1, 2)])
+def test_steps(tmp_path, model, branches, dense_steps):
+    """Of 20 steps Wan's row has a fifth dense, HunyuanVideo's a tenth, the preset none."""
+    path = tmp_path / "steps.json"
+    done = subprocess.run([sys.executable, SCRIPT, "--small", "--model", model, "--steps", "20", "--json", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "compiled inside" not in done.stderr
+    data = json.loads(path.read_text())
+    assert KEYS <= set(data) and data["finished"] and data["branches"] == branches and data["tokens"] == 192
+    assert [(case["mode"], case["variant"]) for case in data["cases"]] == [
+        ("eager", "dense"), ("compiled", "dense"), ("compiled", "scope:target_density=0.2"), ("compiled", "fast")]
+    assert all(set(case) == CASE_KEYS for case in data["cases"])
+    eager, dense, scope, fast = data["cases"]
+    for case in (eager, dense):
+        assert case["run_s"] == pytest.approx(branches * 20 * case["dense_pass_s"]) and case["times_faster"] == 1
+    assert scope["run_s"] == pytest.approx(branches * (dense_steps * scope["dense_pass_s"] + scope["first_pass_s"] +
+                                                       (19 - dense_steps) * scope["warm_pass_s"]))
+    assert fast["dense_pass_s"] is None and fast["run_s"] == pytest.approx(branches * (fast["first_pass_s"] + 19 * fast["warm_pass_s"]))
+    for case, density in ((scope, 0.2), (fast, 0.18)):
+        assert case["density"] == density and case["measured_density"] == pytest.approx(density, rel=0.05)
+        assert case["times_faster"] == pytest.approx(dense["run_s"] / case["run_s"])
+
+
+@pytest.mark.parametrize("given, told", [(["--modes", "compiled,eager"], "--modes"), (["--layers", "1"], "--layers"),
+                                         (["--modes", "eager", "--variants", "dense"], "dense has 0 sparse steps")])
+def test_refusals(given, told):
+    done = subprocess.run([sys.executable, SCRIPT, "--small", *given], capture_output=True, text=True)
+    assert done.returncode != 0 and told in done.stderr and "Traceback" not in done.stderr
