@@ -64,7 +64,7 @@ class Pipeline:
 
 
 def without_mask(block, args):
-    """Before a block of HunyuanVideo: its mask hides padding, of which there is none, and attention is slower with one."""
+    """Before a block of HunyuanVideo: its mask hides padding, of which there is none, and cuDNN has less to do without one."""
     return *args[:3], None, *args[4:]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/benchmarks*.md, docs/when_it_pays.md, the tables of README.md and docs/video_report.md, and the charts from bench/results/*.json.
+"""Writes docs/benchmarks*.md, docs/when_it_pays.md, the tables of README.md, docs/video_report.md and docs/real_scale.md, and the charts from bench/results/*.json.
 
     bench/report.py           write them
     bench/report.py --check   fail if what is committed is not what the JSON says
@@ -8,6 +8,7 @@ import json
 import pathlib
 import sys
 
+import real_scale
 import video_report
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -354,6 +355,7 @@ def outputs():
             "README.md": head + begin + gpu_readme(gpu) + video_report.readme(load) + readme_table(f32, bf16, torch_data) + end + tail,
             "docs/fidelity.md": video_report.held_out(load, (ROOT / "docs" / "fidelity.md").read_text()),
             "docs/diffusers.md": video_report.replace((ROOT / "docs" / "diffusers.md").read_text(), "h200", diffusers("h200_diffusers.json", load("h200_diffusers.json"))),
+            "docs/real_scale.md": real_scale.page(load, (ROOT / "docs" / "real_scale.md").read_text()),
             **video_report.outputs(load, (ROOT / "docs" / "video_report.md").read_text())}
 
 

@@ -1,0 +1,68 @@
+"""The tables of docs/real_scale.md: a model's passes in the native runner beside those in diffusers; bench/report.py writes them."""
+import sys
+
+from video_report import replace
+
+MODELS = {"wan": ("h200_steps_wan.json", "h200_diffusers_wan.json"), "hunyuan": ("h200_steps_hunyuan.json", "h200_diffusers_hunyuan.json")}
+PARTS = ("dense_attention", "attend", "selection", "linear", "rest")
+COLUMNS = ("", "density", "dense pass, s", "first sparse pass", "warm sparse pass", *(part.replace("_", " ") for part in PARTS), "whole run, s",
+           "× compiled diffusers", "peak, GiB")
+
+
+def seconds(value):
+    return "" if value is None else f"{value:.2f}"
+
+
+def line(host, case, compiled_s):
+    """compiled_s: the run of diffusers' compiled dense passes; None: it was not measured."""
+    parts = case.get("parts") or {}
+    density = "1" if case["density"] is None else f"{case['measured_density']:.3f}"
+    over = "" if compiled_s is None else f"**{compiled_s / case['run_s']:.2f}×**"
+    peak = "" if case["peak_bytes"] is None else f"{case['peak_bytes'] / 2**30:.1f}"
+    return "| " + " | ".join((f"{host}, `{case['variant']}`", density, *(seconds(case[f"{name}_pass_s"]) for name in ("dense", "first", "warm")),
+                              *(seconds(parts.get(part)) for part in PARTS), f"{case['run_s']:,.0f}", over, peak)) + " |"
+
+
+def source(name, data):
+    machine = data["machine"]
+    packages = "".join(f", {title} {machine[key]}" for key, title in (("torch", "PyTorch"), ("diffusers", "diffusers")) if key in machine)
+    return f"`bench/results/{name}`, commit `{data['commit'][:10]}`, {machine['gpu']}{packages}, medians of {data['repeat']}"
+
+
+def section(load, names):
+    """A model's table, of those of its two files that are there."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = load(name)
+        except FileNotFoundError:
+            pass
+    if not found:
+        return "Not part of the committed figures: the commands below add it.\n"
+    first, *others = found.values()
+    for key in ("grid", "tokens", "text", "branches", "steps"):
+        if any(data[key] != first[key] for data in others):
+            sys.exit(f"{', '.join(found)}: {key} differs, and one table holds both")
+    for name, data in found.items():
+        if data["host"] == "diffusers" and data["layers"] != data["model_layers"]:
+            sys.exit(f"{name} has {data['layers']} of {data['model_layers']} layers, expected the whole model")
+    cases = [(data["host"] + (f", {case['mode']}" if "mode" in case else ""), case) for data in found.values() for case in data["cases"]]
+    compiled_s = next((case["run_s"] for host, case in cases if host == "diffusers, compiled" and case["variant"] == "dense"), None)
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *(line(*row, compiled_s) for row in cases), ""]
+    text = (f"{'×'.join(map(str, first['grid']))} = {first['tokens']:,} tokens and {first['text']} of text; a run is {first['steps']} steps of "
+            f"{first['branches']} pass{'es' if first['branches'] > 1 else ''}.")
+    for data in found.values():
+        if data.get("linear"):
+            linear = data["linear"]
+            text += (f" Linear layers of the {data['host']} runner: {linear['tflops']:.0f} TFLOP/s, {100 * linear['share']:.0f} % of the "
+                     f"{linear['cublaslt_tflops']:.0f} that cuBLASLt alone has at these shapes.")
+        if data["host"] == "diffusers":
+            text += f" Dense attention of diffusers is {data['dense_attention']}'s."
+    return "\n".join(lines + [text, "", f"Source: {'; '.join(source(name, data) for name, data in found.items())}.", ""])
+
+
+def page(load, text):
+    """The page with its tables anew."""
+    for part, names in MODELS.items():
+        text = replace(text, part, section(load, names))
+    return text
