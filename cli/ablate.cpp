@@ -30,8 +30,8 @@ constexpr int64_t kMostResult = int64_t{64} << 20;  // bytes of a result to go o
 struct AblateOptions : VideoInputs {
   std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, profile, resume, output, csv, plot, commit;
   PointFlags at{.set = {}, .density = "0.2", .rho = ""};
-  int64_t seeds = 8, first_seed = 0, steps = 0;  // 0: the model's
-  double shift = 0, guidance = 0;                // 0: the model's
+  int64_t seeds = 8, first_seed = 0, steps = 0;    // 0: the model's
+  double shift = 0, guidance = 0, guidance_2 = 0;  // 0: the model's
   bool no_control = false;
   MachineFlags machine;
 };
@@ -137,11 +137,14 @@ class Ablation {
   explicit Ablation(const AblateOptions& options)
       : options_(options),
         folder_(find_model_folder(options.model)),
-        notes_(video::read_notes(folder_)),
-        config_(video::read_model_config(folder_)),
+        pipeline_(video::read_folder(folder_)),
+        notes_(video::read_notes(pipeline_.transformers[0])),
+        config_(video::read_model_config(pipeline_.transformers[0])),
         context_(options.machine.context()) {
     require(options.first_seed <= std::numeric_limits<int64_t>::max() - options.seeds, Status::invalid_argument,
             "--first-seed: got {}, and {} seeds from there on go past 2^63 - 1", options.first_seed, options.seeds);
+    require(two_experts() || options.guidance_2 == 0, Status::invalid_argument,
+            "--guidance-2: {} has one transformer, and --guidance is its", folder_);
     steps_ = options.steps == 0 ? notes_.steps : options.steps;
     takes_f32_ = finest_dtype(context_) == DType::f32;
     compute_ = checked_compute(context_, options.compute);
@@ -153,13 +156,11 @@ class Ablation {
               io::join(grid_, "x"), config_.rope_max);
     }
     given_frames_ = notes_.rgb || config_.condition_channels > 0 || config_.needs_first_frame ? 1 : 0;
-    require(grid_[0] > given_frames_, Status::shape,
-            "--grid: got {}, one frame, which is given to the model; expected at least two", io::join(grid_, "x"));
+    check_frames();
     size_ = video::latent_size(config_, grid_);
     inputs_ = options;
-    if (inputs_.condition.empty() && io::exists(folder_ + "/held_out.safetensors")) {
-      inputs_.condition = folder_ + "/held_out.safetensors";
-    }
+    const std::string held_out = pipeline_.transformers[0] + "/held_out.safetensors";
+    if (inputs_.condition.empty() && io::exists(held_out)) inputs_.condition = held_out;
     if (notes_.rgb) {
       require(options.guidance == 0, Status::invalid_argument, "--guidance: this model was trained without");
     } else {
@@ -168,8 +169,10 @@ class Ablation {
     make_rows();
   }
 
-  // What the variants read.
+  // What the model and the variants read.
   void declare(Outputs& outputs) const {
+    for (const std::string& transformer : pipeline_.transformers) outputs.reads_model(transformer);
+    outputs.reads("--model", folder_ + "/scheduler/scheduler_config.json");
     for (const Row& row : rows_) outputs.reads(row.settings);
   }
 
@@ -182,22 +185,25 @@ class Ablation {
     if (!options_.resume.empty()) take_seeds();
     if (finished()) return;
     const auto engine = make_engine(context_, compute_);
-    const auto model = video::open_model(folder_, *engine);
+    Transformers model(pipeline_, *engine);
     std::unique_ptr<video::Engine> other_engine;
-    std::unique_ptr<video::Model> other_model;
+    std::optional<Transformers> other_model;
     if (!options_.no_control && takes_f32_) {
       other_engine = make_engine(context_, other_compute());
-      other_model = video::open_model(folder_, *other_engine);
+      other_model.emplace(pipeline_, *other_engine);
     }
-    // Libraries and kernels load with their first use.
     video::Request request = make_request(0, parse_method("dense", ""));
+    model.keep(request);
+    if (other_model) other_model->keep(request);
+    const int64_t passes = count_passes(request);
+    // Libraries and kernels load with their first use.
     request.steps = 1;
-    video::generate(*model, request);
+    video::generate(model.opener(), request);
 
     const int64_t begin = std::ssize(dense_), runs = (options_.seeds - begin) * (1 + std::ssize(rows_));
-    progress_ = std::make_unique<Progress>("ablate", runs * steps_ * config_.layers * (guidance_ == 1 ? 1 : 2));
+    progress_ = std::make_unique<Progress>("ablate", runs * passes * config_.layers);
     for (int64_t seed = begin; seed < options_.seeds; ++seed) {  // counted from the first
-      const Video dense = make_video(*model, seed, "dense", parse_method("dense", ""));
+      const Video dense = make_video(model, seed, "dense", parse_method("dense", ""));
       if (seed == begin && runs > 1) {
         tell("{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n",
              isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", runs, dense.sample.seconds,
@@ -206,7 +212,7 @@ class Ablation {
       dense_.push_back(compare(dense, dense));
       for (Row& row : rows_) {
         if (row.left_out) continue;
-        const Video clip = make_video(row.control && takes_f32_ ? *other_model : *model, seed, row.variant, row.settings);
+        const Video clip = make_video(row.control && takes_f32_ ? *other_model : model, seed, row.variant, row.settings);
         row.results.push_back(compare(dense, clip));
         if (seed == 0 && !row.control) check_first(row, clip.sample);
       }
@@ -361,6 +367,13 @@ class Ablation {
     std::vector<io::Image> frames;  // of a model that gives them
   };
 
+  bool two_experts() const { return pipeline_.transformers.size() == 2; }
+
+  void check_frames() const {
+    require(grid_[0] > given_frames_, Status::shape,
+            "--grid: got {}, one frame, which is given to the model; expected at least two", io::join(grid_, "x"));
+  }
+
   void check_latents() const {
     require(
         !inputs_.condition.empty(), Status::invalid_argument,
@@ -462,7 +475,8 @@ class Ablation {
     }
     int64_t samples = 1;
     if (notes_.prompts || options_.images.empty()) {
-      const std::string path = inputs_.condition.empty() ? folder_ + "/examples.safetensors" : inputs_.condition;
+      const std::string path =
+          inputs_.condition.empty() ? pipeline_.transformers[0] + "/examples.safetensors" : inputs_.condition;
       const io::SafeTensors file = io::read_safetensors(path);
       const char* name = notes_.prompts ? "prompt_embeds" : "truth";
       const auto found = file.tensors.find(name);
@@ -488,25 +502,30 @@ class Ablation {
     video::Request request;
     request.grid = grid_;
     request.steps = steps_;
+    request.sampler = sampler();
     request.shift = shift();
+    request.boundary = pipeline_.boundary;
     request.settings = settings;
     const VideoInputs& clip = clips_[static_cast<size_t>(seed) % clips_.size()];
     if (notes_.rgb) {
-      read_rgb_inputs(clip, folder_, notes_, config_, size_, request);
+      read_rgb_inputs(clip, pipeline_.transformers[0], notes_, config_, size_, request);
     } else {
-      read_latent_inputs(clip, options_.guidance, config_, size_, request);
+      read_latent_inputs(clip, options_.guidance, options_.guidance_2, pipeline_, config_, size_, request);
       guidance_ = request.guidance;
+      guidance_2_ = request.guidance_2;
+      if (!request.first_frame.empty()) given_frames_ = 1;
+      check_frames();
     }
     request.noise = video::make_noise(static_cast<uint64_t>(options_.first_seed + seed),
                                       config_.latent_channels * size_[0] * size_[1] * size_[2]);
     return request;
   }
 
-  Video make_video(const video::Model& model, int64_t seed, const std::string& name, const Settings& settings) {
+  Video make_video(const Transformers& model, int64_t seed, const std::string& name, const Settings& settings) {
     video::Request request = make_request(seed, settings);
     const std::string note = fmt::format("seed {} of {}, {}", seed + 1, options_.seeds, name);
     request.done = [&](const video::CallReport&) { progress_->step(note); };
-    Video out{video::generate(model, request), {}};
+    Video out{video::generate(model.opener(), request), {}};
     if (notes_.rgb) out.frames = video::to_frames(out.sample.latent, size_);
     return out;
   }
@@ -585,9 +604,12 @@ class Ablation {
                                {"shift", shift()},
                                {"compute", compute_}};
     if (!notes_.rgb) out.update({{"compared", "latents"}, {"guidance", guidance_}});
+    if (sampler() == video::Sampler::unipc) out["sampler"] = "unipc";
+    if (two_experts()) out.update({{"guidance_2", guidance_2_}, {"boundary", pipeline_.boundary}});
     return out;
   }
-  double shift() const { return options_.shift == 0 ? notes_.shift : options_.shift; }
+  double shift() const { return options_.shift == 0 ? schedule_of(pipeline_, notes_).shift : options_.shift; }
+  video::Sampler sampler() const { return schedule_of(pipeline_, notes_).sampler; }
 
   // The seeds of another run of these videos, from its JSON, which is not trusted.
   void take_seeds() {
@@ -731,6 +753,7 @@ class Ablation {
 
   const AblateOptions& options_;
   std::string folder_;
+  video::Folder pipeline_;  // its transformers: of a folder that is one, itself
   video::Notes notes_;
   video::ModelConfig config_;
   Context context_;
@@ -738,7 +761,7 @@ class Ablation {
   std::string compute_;
   std::array<int64_t, 3> grid_ = {}, size_ = {};
   int64_t given_frames_ = 1;  // the first, which do not count
-  double guidance_ = 1;
+  double guidance_ = 1, guidance_2_ = 1;
   VideoInputs inputs_;
   int64_t steps_ = 0;
   std::vector<VideoInputs> clips_;
@@ -785,7 +808,8 @@ void add_ablate(CLI::App& app) {
       "A control shows what rounding does to a video: dense again in the other type (CPU) or by the other kernel (GPU).\n"
       "A model that gives no frames is judged by its latents, and what is printed and written says so: --condition is that "
       "of\n"
-      "scope generate, each of its prompts a clip.\n\n"
+      "scope generate, each of its prompts a clip. Of a pipeline's folder the scheduler says sampler and shift, and both\n"
+      "experts of Wan2.2 stay in memory.\n\n"
       "  scope ablate --variants scope,scope:partition=even:8,svg2 --density 0.1,0.2 -o result.json\n"
       "  scope ablate --suite paper --backend cuda -o result.json --plot psnr.svg\n"
       "  scope ablate --variants scope,svg2 --set target_scope=head    # every head meets the density by itself\n"
@@ -811,15 +835,18 @@ void add_ablate(CLI::App& app) {
       ->check(whole(0, kMostSeed))
       ->capture_default_str();
   command->add_option("--clips", options->clips, "which samples of the condition, as 0,2; otherwise all");
-  command->add_option("--steps", options->steps, "Euler steps; otherwise the model's, or 20")
+  command->add_option("--steps", options->steps, "sampling steps; otherwise the model's, or 20")
       ->check(whole(1, kMostSamplerSteps));
   command->add_option("--model", options->model, "model folder, or the name of a bundled one")->capture_default_str();
   command->add_option("--grid", options->grid, "tokens along T, H and W, as 13x20x32; the model's default");
   command->add_option("--condition", options->condition,
                       "prompt embeddings and first frames; otherwise the model's held_out.safetensors or examples");
   command->add_option("--image", options->images, "first frames as PNG, a.png,b.png; otherwise the condition's");
-  command->add_option("--shift", options->shift, "of the noise levels; the model's own, or 5")->check(above(0, 1000));
+  command->add_option("--shift", options->shift, "of the noise levels; the scheduler's or the model's own, or 5")
+      ->check(above(0, 1000));
   command->add_option("--guidance", options->guidance, "classifier-free guidance; 5 where there is a negative prompt")
+      ->check(above(0, 1000));
+  command->add_option("--guidance-2", options->guidance_2, "of the second expert of Wan2.2; otherwise that of the first")
       ->check(above(0, 1000));
   command->add_option("--compute", options->compute, "f32 or bf16; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));

@@ -199,7 +199,7 @@ void run(const GenerateOptions& options) {
   }
   const auto size = video::latent_size(config, request.grid);
   request.steps = options.steps == 0 ? notes.steps : options.steps;
-  const video::Schedule own = folder.schedule.value_or(video::Schedule{video::Sampler::euler, notes.shift});
+  const video::Schedule own = schedule_of(folder, notes);
   request.sampler = own.sampler;
   if (!options.sampler.empty()) {
     request.sampler = options.sampler == "unipc" ? video::Sampler::unipc : video::Sampler::euler;
@@ -280,24 +280,15 @@ void run(const GenerateOptions& options) {
     };
   }
   const auto engine = make_engine(context, compute);
-  std::vector<std::shared_ptr<const video::Model>> kept(folder.transformers.size());
-  const video::OpenModel open = [&](int64_t expert) {
-    const auto i = static_cast<size_t>(expert);
-    return kept[i] ? kept[i] : std::shared_ptr(video::open_model(folder.transformers[i], *engine));
-  };
-  const std::vector<int64_t> experts = video::experts_of(request);
-  const auto left = std::span(experts).subspan(static_cast<size_t>(stopped ? stopped->steps_done : 0));
-  int64_t passes = 0;
-  for (const int64_t expert : left) {
-    passes += video::guidance_of(request, expert) == 1 ? 1 : 2;
-    auto& model = kept[static_cast<size_t>(expert)];
-    if (options.experts == "both" && !model) model = open(expert);
-  }
-  auto progress = std::make_unique<Progress>("generate " + options.method, passes * config.layers);
+  Transformers transformers(folder, *engine);
+  const int64_t first_step = stopped ? stopped->steps_done : 0;
+  if (options.experts == "both") transformers.keep(request, first_step);
+  auto progress =
+      std::make_unique<Progress>("generate " + options.method, count_passes(request, first_step) * config.layers);
   request.done = [&](const video::CallReport& call) {
     progress->step(fmt::format("step {} of {}", call.step + 1, request.steps));
   };
-  const video::Sample sample = video::generate(open, request);
+  const video::Sample sample = video::generate(transformers.opener(), request);
   progress.reset();
 
   const double density = mean_density(sample);
@@ -321,6 +312,7 @@ void run(const GenerateOptions& options) {
                               {"seconds", seconds},
                               {"layers", calls_json(sample, request.steps)}};
   if (two_experts) {
+    const std::vector<int64_t> experts = video::experts_of(request);
     json["guidance_2"] = request.guidance_2;
     json["boundary"] = request.boundary;
     json["expert_steps"] = {std::count(experts.begin(), experts.end(), 0), std::count(experts.begin(), experts.end(), 1)};
@@ -353,12 +345,13 @@ void run(const GenerateOptions& options) {
 
 }  // namespace
 
-void read_latent_inputs(const VideoInputs& inputs, double guidance, const video::ModelConfig& config,
-                        const std::array<int64_t, 3>& size, video::Request& request) {
+void read_latent_inputs(const VideoInputs& inputs, double guidance, double guidance_2, const video::Folder& folder,
+                        const video::ModelConfig& config, const std::array<int64_t, 3>& size, video::Request& request) {
   GenerateOptions options;
   static_cast<VideoInputs&>(options) = inputs;
   options.guidance = request.guidance = guidance;
-  read_inputs(options, inputs.condition, config, /*keeps_first_frame=*/false, size, request);
+  options.guidance_2 = guidance_2;
+  read_inputs(options, inputs.condition, config, folder.keeps_first_frame, size, request);
 }
 
 void add_generate(CLI::App& app) {

@@ -17,6 +17,17 @@ namespace scope::cli {
 
 namespace fs = std::filesystem;
 
+namespace {
+
+// The transformer of each step from one on.
+std::vector<int64_t> experts_from(const video::Request& request, int64_t first_step) {
+  std::vector<int64_t> experts = video::experts_of(request);
+  experts.erase(experts.begin(), experts.begin() + first_step);
+  return experts;
+}
+
+}  // namespace
+
 std::string find_model_folder(const std::string& name) {
   const auto is_model = [](const std::string& folder) {
     return io::exists(folder + "/config.json") || io::exists(folder + "/model_index.json");
@@ -207,6 +218,27 @@ nlohmann::ordered_json known_json(const Model* model, const Settings& settings) 
   nlohmann::ordered_json out{{"model", model->name}, {"settings", nlohmann::ordered_json::object()}};
   for (const Setting* setting : settings_of_models(*settings.method)) out["settings"][setting->name] = setting->get(row);
   return out;
+}
+
+video::Schedule schedule_of(const video::Folder& folder, const video::Notes& notes) {
+  return folder.schedule.value_or(video::Schedule{video::Sampler::euler, notes.shift});
+}
+
+int64_t count_passes(const video::Request& request, int64_t first_step) {
+  int64_t passes = 0;
+  for (const int64_t expert : experts_from(request, first_step)) {
+    passes += video::guidance_of(request, expert) == 1 ? 1 : 2;
+  }
+  return passes;
+}
+
+void Transformers::keep(const video::Request& request, int64_t first_step) {
+  for (const int64_t expert : experts_from(request, first_step)) kept_[static_cast<size_t>(expert)] = open(expert);
+}
+
+std::shared_ptr<const video::Model> Transformers::open(int64_t expert) const {
+  const auto i = static_cast<size_t>(expert);
+  return kept_[i] ? kept_[i] : video::open_model(folder_.transformers[i], engine_);
 }
 
 nlohmann::ordered_json seconds_json(const video::Sample& sample) {

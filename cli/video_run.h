@@ -6,6 +6,7 @@
 #include "common.h"
 #include "io/safetensors.h"
 #include "methods/models.h"
+#include "video/folder.h"
 #include "video/media.h"
 #include "video/sampler.h"
 
@@ -38,9 +39,34 @@ std::unique_ptr<video::Engine> make_engine(const Context& context, const std::st
 void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Notes& notes,
                      const video::ModelConfig& config, const std::array<int64_t, 3>& size, video::Request& request);
 
-// What other models are conditioned on, from the tensors of the condition. guidance: 0 takes what `scope generate` does.
-void read_latent_inputs(const VideoInputs& inputs, double guidance, const video::ModelConfig& config,
-                        const std::array<int64_t, 3>& size, video::Request& request);
+// What other models are conditioned on, from the tensors of the condition. guidance, guidance_2: 0 takes what
+// `scope generate` does.
+void read_latent_inputs(const VideoInputs& inputs, double guidance, double guidance_2, const video::Folder& folder,
+                        const video::ModelConfig& config, const std::array<int64_t, 3>& size, video::Request& request);
+
+// Sampler and shift of the folder's scheduler; without one, Euler with the model's shift.
+video::Schedule schedule_of(const video::Folder& folder, const video::Notes& notes);
+// Forward passes of a request from a step on.
+int64_t count_passes(const video::Request& request, int64_t first_step = 0);
+
+// The transformers of a folder on an engine. One that is not kept is read when it is asked for.
+class Transformers {
+ public:
+  Transformers(const video::Folder& folder, video::Engine& engine)
+      : folder_(folder), engine_(engine), kept_(folder.transformers.size()) {}
+  // Reads all that run in a request's steps from one on.
+  void keep(const video::Request& request, int64_t first_step = 0);
+  video::OpenModel opener() const {
+    return [this](int64_t expert) { return open(expert); };
+  }
+
+ private:
+  std::shared_ptr<const video::Model> open(int64_t expert) const;
+
+  const video::Folder& folder_;
+  video::Engine& engine_;
+  std::vector<std::shared_ptr<const video::Model>> kept_;
+};
 
 // The row of the known models that a run takes settings from: the one of that name, or without a name the only one whose
 // layers, heads and RoPE the folder has; of two experts, the row of Wan2.2 for text or for images. Null for `none`, and

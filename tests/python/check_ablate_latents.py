@@ -14,7 +14,7 @@ import numpy as np
 import tensors
 
 SCOPE, REPOSITORY = sys.argv[1:]
-TEXT, IMAGE = (f"{REPOSITORY}/tests/data/video/{name}" for name in ("t2v_sharded", "i2v_image_branch"))
+TEXT, IMAGE, EXPERTS, KEPT = (f"{REPOSITORY}/tests/data/video/{name}" for name in ("t2v_sharded", "i2v_image_branch", "wan22_t2v", "wan22_ti2v"))
 checks = 0
 
 
@@ -67,12 +67,19 @@ with tempfile.TemporaryDirectory() as FOLDER:
     text, image = f"{FOLDER}/text.safetensors", f"{FOLDER}/image.safetensors"
     tensors.save(text, {"prompt_embeds": normal(2, 7, 6), "negative_prompt_embeds": normal(2, 7, 6)})
     tensors.save(image, {"prompt_embeds": normal(512, 6), "image_embeds": normal(3, 5), "condition": normal(5, 3, 12, 14)})
-    for model, condition, skip in ((TEXT, text, 0), (IMAGE, image, 1)):
-        small = ("--model", model, "--grid", "3x6x7", "--condition", condition, "--steps", 5, "--shift", 3)
+    # Pipelines: two experts, and a first frame that stays as it is.
+    experts, kept = f"{FOLDER}/experts.safetensors", f"{FOLDER}/kept.safetensors"
+    tensors.save(experts, {"prompt_embeds": normal(2, 7, 8), "negative_prompt_embeds": normal(2, 7, 8)})
+    tensors.save(kept, {"prompt_embeds": normal(7, 8), "condition": normal(4, 1, 12, 14)})
+    for model, condition, skip, more in ((TEXT, text, 0, ("--shift", 3)), (IMAGE, image, 1, ("--shift", 3)),
+                                         (EXPERTS, experts, 0, ("--guidance-2", 3)), (KEPT, kept, 1, ())):
+        small = ("--model", model, "--grid", "3x6x7", "--condition", condition, "--steps", 5, *more)
         shown = accept("ablate", *small, "--seeds", 2, "--variants", "scope,scope-mean", "--density", "0.3", "-o", f"{FOLDER}/a.json",
                        "--csv", f"{FOLDER}/a.csv", "--plot", f"{FOLDER}/a.svg")
         data = json.load(open(f"{FOLDER}/a.json"))
         assert data["compared"] == "latents" and data["guidance"] == (1 if skip else 5) and data["shift"] == 3
+        assert data.get("sampler") == ("unipc" if model in (EXPERTS, KEPT) else None)
+        assert model != EXPERTS or (data["guidance_2"] == 3 and data["boundary"] == 875)
         assert "Variants, by latents" in shown and "are of latents" in shown and ("which is given" in shown) == bool(skip)
         assert "latents" in open(f"{FOLDER}/a.svg").read()
         lines = list(csv.DictReader(open(f"{FOLDER}/a.csv")))
@@ -101,4 +108,8 @@ with tempfile.TemporaryDirectory() as FOLDER:
     refuse(2, "--image: this model's latents are a VAE's", *wan, "--grid", "3x6x7", "--image", text)
     refuse(3, "condition has shape [5, 3, 12, 14], expected [5, 3, 12, 16]", "--model", IMAGE, "--condition", image, "--grid", "3x6x8")
     refuse(2, "--guidance: this model was trained without", "--guidance", 2)
+    refuse(2, "--guidance-2: ", *wan, "--grid", "3x6x7", "--guidance-2", 2)
+    refuse(3, "one frame, which is given", "--model", KEPT, "--condition", kept, "--grid", "1x6x7")
+    tensors.save(kept, {"prompt_embeds": normal(7, 8)})  # it is made too
+    accept("ablate", "--model", KEPT, "--condition", kept, "--grid", "1x6x7", "--seeds", 1, "--steps", 5, "--density", "0.5", "--no-control")
 print(f"{checks} commands behaved")
