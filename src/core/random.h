@@ -42,7 +42,7 @@ struct RandomStream {
   uint64_t seed = 0;
   uint32_t tensor = 0;  // 0: queries, 1: keys
   uint32_t subspace = 0;
-  uint32_t purpose = 0;  // 0: starting rows, 1: token sample, 2: channel order, 3: synthetic data, 4: a video's noise
+  uint32_t purpose = 0;  // 0: starting rows, 1: token sample, 2: channel order, 3: synthetic data, 4: noise, 5: weights
 
   SCOPE_HOST_DEVICE uint64_t bits(uint64_t i) const {
     const PhiloxBlock block =

@@ -1,11 +1,17 @@
 // The engine on the CPU: packed products of the attention kernels as linear layers, and rows spread over the threads.
 #include "video/engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <numeric>
+#include <utility>
 
+#include "core/normal.h"
 #include "core/numeric.h"
 #include "cpu/elementwise.h"
 #include "cpu/kernels.h"
@@ -44,6 +50,17 @@ class CpuEngine : public Engine {
   void upload(const void* host, void* to, int64_t bytes) override { move(host, to, bytes); }
   void download(const void* from, void* host, int64_t bytes) override { move(from, host, bytes); }
   void wait() override {}
+  MemoryUse memory() const override {
+    MemoryUse use{};
+    int64_t pages = 0, of_process = 0, kilobytes = 0;
+    std::ifstream("/proc/self/statm") >> pages >> of_process;
+    use.used = of_process * sysconf(_SC_PAGESIZE);
+    std::ifstream info("/proc/meminfo");
+    for (std::string word; info >> word;) {
+      if (word == "MemAvailable:" && info >> kilobytes) use.free = kilobytes * 1024;
+    }
+    return use;
+  }
 
   std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) override {
     auto packed = std::make_unique<PackedWeights>();
@@ -69,8 +86,28 @@ class CpuEngine : public Engine {
     return packed;
   }
 
+  std::unique_ptr<Weights> draw_weights(const RandomStream& from, float deviation, int64_t out, int64_t in) override {
+    io::Array matrix{io::ElementType::f32, {out, in}, std::vector<std::byte>(static_cast<size_t>(out * in) * sizeof(float))};
+    draw(from, 0, deviation, {matrix.data.data(), DType::f32, out, in});
+    return pack(matrix, out, in);
+  }
+
+  void draw(const RandomStream& from, float mean, float deviation, Matrix x) override {
+    constexpr int64_t kNumbers = 4096;  // of a task; a multiple of 4
+    const int64_t n = x.rows * x.columns;
+    exec_.pool->run(ceil_div(n, kNumbers), [&](int64_t task, int) {
+      float numbers[kNumbers];
+      for (int64_t i = 0; i < kNumbers; i += 4) {
+        const FourNormals four = four_normals(from, static_cast<uint64_t>(task * kNumbers + i) / 4);
+        for (int64_t j = 0; j < 4; ++j) numbers[i + j] = mean + deviation * four.number[j];
+      }
+      store(numbers, std::min(kNumbers, n - task * kNumbers), {x.data, x.dtype, 1, n}, 0, task * kNumbers);
+    });
+  }
+
   // A task is some rows of x against some columns: all of them, unless there are too few rows to keep the threads busy.
   void linear(const Linear& layer, Matrix x, Matrix out, Activation then) override {
+    const auto start = std::chrono::steady_clock::now();
     const auto& weights = static_cast<const PackedWeights&>(*layer.weights);
     const int64_t row_blocks = ceil_div(x.rows, kRows);
     const int64_t tile = std::clamp(kBlockFloats / weights.depth / dots_.panel * dots_.panel, dots_.panel, kTileColumns);
@@ -103,6 +140,10 @@ class CpuEngine : public Engine {
         }
       }
     });
+    if (!timing_) return;
+    LinearTime& time = times_[{x.rows, weights.out, weights.in, out.dtype}];
+    ++time.calls;
+    time.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
 
   void layer_norm(Matrix x, const float* scale, const float* shift, float eps, Matrix out) override {
@@ -195,6 +236,10 @@ class CpuEngine : public Engine {
     }
   }
 
+  void time_linear(bool on) override { timing_ = on; }
+  LinearTimes take_linear_times() override { return std::exchange(times_, {}); }
+  std::vector<double> time_algorithms(const LinearShape&) override { return {}; }
+
  private:
   static void move(const void* from, void* to, int64_t bytes) {
     if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));  // an empty vector's pointer may be null
@@ -283,6 +328,8 @@ class CpuEngine : public Engine {
   bool bf16_;
   const cpu::AttendKernels& dots_;
   std::vector<std::vector<float>> scratch_;  // of each thread
+  bool timing_ = false;
+  LinearTimes times_;
 };
 
 }  // namespace

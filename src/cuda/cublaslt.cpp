@@ -1,11 +1,14 @@
 // The dozen functions of cuBLASLt that a linear layer takes, by their C ABI (stable since CUDA 11).
 #include "cuda/cublaslt.h"
 
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <string>
 
 #include "core/error.h"
+#include "cuda/errors.h"
 #include "cuda/memory.h"
 
 namespace scope::cuda {
@@ -20,26 +23,29 @@ constexpr int kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8,
 constexpr int kEpilogueNone = 1, kEpilogueBias = 4, kEpilogueGelu = 32;
 constexpr int kMaxWorkspace = 1, kReductionSchemes = 3, kAlignmentA = 5;  // then B, C and D
 
-struct Algorithm {
-  uint64_t data[8];
-};
-struct Heuristic {
-  Algorithm algorithm;
-  size_t workspace;
-  int state;
-  float waves;
-  int reserved[4];
-};
-
 int type_of(DType dtype) { return dtype == DType::f32 ? kReal32F : kRealBf16; }
 
 void check(int status, const char* what) {
   require(status == 0, status == 3 ? Status::out_of_memory : Status::device, "cuBLASLt: {} gave status {}", what, status);
 }
+void check(cudaError_t error, const char* what) {
+  require(error == cudaSuccess, status_of(error), "{}: {}", what, cudaGetErrorString(error));
+}
 
 }  // namespace
 
+struct CublasLt::Algorithm {
+  uint64_t data[8];
+};
+
 struct CublasLt::Functions {
+  struct Heuristic {
+    Algorithm algorithm;
+    size_t workspace;
+    int state;
+    float waves;
+    int reserved[4];
+  };
   void* library = nullptr;
   int (*create)(void**) = nullptr;
   int (*destroy)(void*) = nullptr;
@@ -147,25 +153,71 @@ const CublasLt::Product& CublasLt::product(int64_t rows, int64_t columns, int64_
   prefer(kMaxWorkspace, uint64_t{kWorkspaceBytes});
   prefer(kReductionSchemes, uint32_t{2});  // partial sums in f32, added in a fixed order: never in place
   for (int i = 0; i < 4; ++i) prefer(kAlignmentA + i, uint32_t{16});
-  Heuristic found{};
-  int count = 0;
-  const int status = call_->heuristic(handle_, made->desc, made->weights, made->x, made->out, made->out, made->preference, 1,
-                                      &found, &count);
-  require(status == 0 && count == 1, Status::unsupported, "cuBLASLt: no algorithm for {} x {} x {} (status {})", rows,
-          columns, depth, status);
-  made->algorithm = found.algorithm;
+  const std::vector<Algorithm> found = propose(*made, 1);
+  require(!found.empty(), Status::unsupported, "cuBLASLt: no algorithm for {} x {} x {}", rows, columns, depth);
+  made->algorithm = found[0];
   slot = std::move(made);
   return *slot;
+}
+
+std::vector<CublasLt::Algorithm> CublasLt::propose(const Product& p, int most) const {
+  std::vector<Functions::Heuristic> found(static_cast<size_t>(most));
+  int count = 0;
+  const int status =
+      call_->heuristic(handle_, p.desc, p.weights, p.x, p.out, p.out, p.preference, most, found.data(), &count);
+  std::vector<Algorithm> algorithms;
+  for (int i = 0; status == 0 && i < count; ++i) {
+    const auto& heuristic = found[static_cast<size_t>(i)];
+    if (heuristic.state == 0) algorithms.push_back(heuristic.algorithm);
+  }
+  return algorithms;
+}
+
+void CublasLt::multiply(void* stream, const Product& p, const Algorithm& algorithm, const void* weights, const void* bias,
+                        const void* x, void* out) const {
+  if (bias != nullptr) check(call_->desc_set(p.desc, kBiasPointer, &bias, sizeof bias), "cublasLtMatmulDescSetAttribute");
+  const float one = 1, zero = 0;
+  check(call_->matmul(handle_, p.desc, &one, weights, p.weights, x, p.x, &zero, out, p.out, out, p.out, &algorithm,
+                      workspace_, kWorkspaceBytes, stream),
+        "cublasLtMatmul");
 }
 
 void CublasLt::linear(void* stream, const void* weights, const void* bias, const void* x, int64_t rows, int64_t columns,
                       int64_t depth, bool gelu, DType out_type, void* out) {
   const Product& p = product(rows, columns, depth, bias != nullptr, gelu, out_type);
-  if (bias != nullptr) check(call_->desc_set(p.desc, kBiasPointer, &bias, sizeof bias), "cublasLtMatmulDescSetAttribute");
-  const float one = 1, zero = 0;
-  check(call_->matmul(handle_, p.desc, &one, weights, p.weights, x, p.x, &zero, out, p.out, out, p.out, &p.algorithm,
-                      workspace_, kWorkspaceBytes, stream),
-        "cublasLtMatmul");
+  multiply(stream, p, p.algorithm, weights, bias, x, out);
+}
+
+std::vector<double> CublasLt::time_algorithms(void* stream, const void* weights, const void* bias, const void* x,
+                                              int64_t rows, int64_t columns, int64_t depth, DType out_type, void* out) {
+  constexpr int kMostProposals = 8;
+  constexpr double kEnough = 0.03;  // seconds of repeated calls
+  constexpr int kFewest = 3, kMost = 50;
+  const Product& p = product(rows, columns, depth, bias != nullptr, false, out_type);
+  std::vector<Algorithm> algorithms = propose(p, kMostProposals);
+  algorithms.insert(algorithms.begin(), p.algorithm);
+  const auto on = static_cast<cudaStream_t>(stream);
+  cudaEvent_t start = nullptr, end = nullptr;
+  check(cudaEventCreate(&start), "cudaEventCreate");
+  const std::unique_ptr<CUevent_st, decltype(&cudaEventDestroy)> start_owner(start, cudaEventDestroy);
+  check(cudaEventCreate(&end), "cudaEventCreate");
+  const std::unique_ptr<CUevent_st, decltype(&cudaEventDestroy)> end_owner(end, cudaEventDestroy);
+  const auto seconds_of = [&](const Algorithm& algorithm, int calls) {
+    check(cudaEventRecord(start, on), "cudaEventRecord");
+    for (int i = 0; i < calls; ++i) multiply(stream, p, algorithm, weights, bias, x, out);
+    check(cudaEventRecord(end, on), "cudaEventRecord");
+    check(cudaEventSynchronize(end), "the device");
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, start, end), "cudaEventElapsedTime");
+    return static_cast<double>(milliseconds) / 1e3 / calls;
+  };
+  std::vector<double> seconds;
+  for (const Algorithm& algorithm : algorithms) {
+    seconds_of(algorithm, 1);  // kernels load with their first use
+    const double once = seconds_of(algorithm, 1);
+    seconds.push_back(seconds_of(algorithm, static_cast<int>(std::clamp(kEnough / once, double{kFewest}, double{kMost}))));
+  }
+  return seconds;
 }
 
 }  // namespace scope::cuda

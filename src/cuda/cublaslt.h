@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <tuple>
+#include <vector>
 
 #include "core/tensor.h"
 
@@ -23,10 +24,17 @@ class CublasLt {
   // same arguments give the same bits.
   void linear(void* stream, const void* weights, const void* bias, const void* x, int64_t rows, int64_t columns,
               int64_t depth, bool gelu, DType out_type, void* out);
+  // Seconds of `linear` without gelu by the algorithm that it takes, then by each of up to 8 that the library proposes.
+  std::vector<double> time_algorithms(void* stream, const void* weights, const void* bias, const void* x, int64_t rows,
+                                      int64_t columns, int64_t depth, DType out_type, void* out);
 
  private:
   struct Functions;
   struct Product;
+  struct Algorithm;
+  std::vector<Algorithm> propose(const Product& product, int most) const;
+  void multiply(void* stream, const Product& product, const Algorithm& algorithm, const void* weights, const void* bias,
+                const void* x, void* out) const;
   const Product& product(int64_t rows, int64_t columns, int64_t depth, bool bias, bool gelu, DType out_type);
 
   std::unique_ptr<Functions> call_;

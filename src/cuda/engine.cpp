@@ -51,21 +51,33 @@ class CudaEngine : public Engine {
     wait();
   }
   void wait() override { check(cudaStreamSynchronize(stream_), "the device"); }
+  MemoryUse memory() const override {
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    return {static_cast<int64_t>(total - free), static_cast<int64_t>(free)};
+  }
 
   std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) override {
-    require(out % 8 == 0, Status::unsupported, "a linear layer to {} channels: on a GPU it must be a multiple of 8", out);
+    auto packed = make_weights(out, in);
     const std::vector<float> values = to_f32(matrix);
-    auto packed = std::make_unique<DeviceWeights>();
-    packed->in = in;
-    packed->out = out;
-    packed->depth = round_up(in, 8);
     std::vector<uint16_t> bits(static_cast<size_t>(out * packed->depth));
     for (int64_t i = 0; i < out * in; ++i) {
       bits[static_cast<size_t>(i / in * packed->depth + i % in)] = f32_to_bf16(values[static_cast<size_t>(i)]);
     }
-    packed->memory = allocate(2 * std::ssize(bits));
     upload(bits.data(), packed->memory.get(), 2 * std::ssize(bits));
     return packed;
+  }
+
+  std::unique_ptr<Weights> draw_weights(const RandomStream& from, float deviation, int64_t out, int64_t in) override {
+    auto drawn = make_weights(out, in);
+    if (drawn->depth > in) {
+      check(cudaMemsetAsync(drawn->memory.get(), 0, static_cast<size_t>(2 * out * drawn->depth), stream_), "memset");
+    }
+    cuda::draw(stream_, from, 0, deviation, in, {drawn->memory.get(), DType::bf16, out, drawn->depth});
+    return drawn;
+  }
+  void draw(const RandomStream& from, float mean, float deviation, Matrix x) override {
+    cuda::draw(stream_, from, mean, deviation, x.columns, x);
   }
 
   void linear(const Linear& layer, Matrix x, Matrix out, Activation then) override {
@@ -76,8 +88,14 @@ class CudaEngine : public Engine {
       x = rounded;
     }
     const bool fused = then == Activation::gelu_tanh;
-    products_->linear(stream_, weights.memory.get(), bias_for(layer, weights, out.dtype), x.data, x.rows, weights.out,
-                      weights.depth, fused, out.dtype, out.data);
+    const void* bias = bias_for(layer, weights, out.dtype);
+    if (timing_) mark();
+    products_->linear(stream_, weights.memory.get(), bias, x.data, x.rows, weights.out, weights.depth, fused, out.dtype,
+                      out.data);
+    if (timing_) {
+      mark();
+      timed_.push_back({x.rows, weights.out, weights.in, out.dtype});
+    }
     if (then != Activation::none && !fused) cuda::activate(stream_, out, then);
   }
 
@@ -106,7 +124,59 @@ class CudaEngine : public Engine {
   void axpy(float factor, const float* y, int64_t n, float* x) override { cuda::axpy(stream_, factor, y, n, x); }
   void combine(std::span<const Term> terms, int64_t n, float* out) override { cuda::combine(stream_, terms, n, out); }
 
+  void time_linear(bool on) override { timing_ = on; }
+  LinearTimes take_linear_times() override {
+    wait();
+    LinearTimes times;
+    for (size_t i = 0; i < timed_.size(); ++i) {
+      float milliseconds = 0;
+      check(cudaEventElapsedTime(&milliseconds, events_[2 * i].get(), events_[2 * i + 1].get()), "cudaEventElapsedTime");
+      LinearTime& time = times[timed_[i]];
+      ++time.calls;
+      time.seconds += static_cast<double>(milliseconds) / 1e3;
+    }
+    timed_.clear();
+    marks_ = 0;
+    return times;
+  }
+  std::vector<double> time_algorithms(const LinearShape& shape) override {
+    const int64_t depth = round_up(shape.in, 8);
+    const auto drawn = [&](uint32_t tensor, DType type, int64_t rows, int64_t columns) {  // zeros would take less power
+      Buffer memory = allocate(rows * columns * dtype_bytes(type));
+      draw({.tensor = tensor, .purpose = 5}, 0, 1, {memory.get(), type, rows, columns});
+      return memory;
+    };
+    const Buffer x = drawn(0, DType::bf16, shape.rows, depth), weights = drawn(1, DType::bf16, shape.out, depth),
+                 bias = drawn(2, shape.type, 1, shape.out), out = allocate(shape.rows * shape.out * dtype_bytes(shape.type));
+    return products_->time_algorithms(stream_, weights.get(), bias.get(), x.get(), shape.rows, shape.out, depth, shape.type,
+                                      out.get());
+  }
+
  private:
+  struct DestroyEvent {
+    void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+  };
+
+  std::unique_ptr<DeviceWeights> make_weights(int64_t out, int64_t in) {
+    require(out % 8 == 0, Status::unsupported, "a linear layer to {} channels: on a GPU it must be a multiple of 8", out);
+    auto made = std::make_unique<DeviceWeights>();
+    made->in = in;
+    made->out = out;
+    made->depth = round_up(in, 8);
+    made->memory = allocate(2 * out * made->depth);
+    return made;
+  }
+
+  // The next event, here and now on the stream.
+  void mark() {
+    if (marks_ == events_.size()) {
+      cudaEvent_t event = nullptr;
+      check(cudaEventCreate(&event), "cudaEventCreate");
+      events_.emplace_back(event);
+    }
+    check(cudaEventRecord(events_[marks_++].get(), stream_), "cudaEventRecord");
+  }
+
   void* scratch(int64_t bytes) {
     if (bytes > scratch_bytes_) {
       wait();  // the old one may be in use
@@ -132,6 +202,10 @@ class CudaEngine : public Engine {
   std::unique_ptr<cuda::CublasLt> products_;
   Buffer scratch_;
   int64_t scratch_bytes_ = 0;
+  bool timing_ = false;
+  std::vector<LinearShape> timed_;                                 // products, each between two events
+  std::vector<std::unique_ptr<CUevent_st, DestroyEvent>> events_;  // kept for the next timing
+  size_t marks_ = 0;                                               // events that are in use
 };
 
 }  // namespace

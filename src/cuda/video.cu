@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/normal.h"
 #include "cuda/launch.h"
 #include "cuda/video.h"
 
@@ -226,6 +227,19 @@ __global__ void __launch_bounds__(kThreads)
   latent[i] = load1(x, spot.token * x.columns + at);
 }
 
+// A thread makes four numbers, which follow one another in a row or go on in the next.
+__global__ void __launch_bounds__(kThreads)
+    draw_kernel(RandomStream from, float mean, float deviation, int64_t drawn, Matrix x, int64_t n) {
+  const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (4 * block >= n) return;
+  const FourNormals four = four_normals(from, static_cast<uint64_t>(block));
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int64_t i = 4 * block + j;
+    if (i < n) store1(x, i / drawn * x.columns + i % drawn, fmaf(deviation, four.number[j], mean));
+  }
+}
+
 cudaStream_t on(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 // Blocks for n threads; 2^31 blocks of 128 are more than any tensor here has.
@@ -302,6 +316,12 @@ void combine(void* stream, std::span<const video::Term> terms, int64_t n, float*
   std::copy(terms.begin(), terms.end(), all.term);
   combine_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(all, n, out);
   check_launch("combine");
+}
+
+void draw(void* stream, const RandomStream& from, float mean, float deviation, int64_t drawn, Matrix x) {
+  const int64_t n = x.rows * drawn;
+  draw_kernel<<<blocks((n + 3) / 4), kThreads, 0, on(stream)>>>(from, mean, deviation, drawn, x, n);
+  check_launch("draw");
 }
 
 }  // namespace scope::cuda

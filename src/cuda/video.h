@@ -4,6 +4,7 @@
 
 #include <span>
 
+#include "core/random.h"
 #include "video/matrix.h"
 
 namespace scope::cuda {
@@ -24,5 +25,7 @@ void unpatchify(void* stream, const video::PatchGrid& grid, video::Matrix x, int
                 float* latent);
 void axpy(void* stream, float factor, const float* y, int64_t n, float* x);
 void combine(void* stream, std::span<const video::Term> terms, int64_t n, float* out);
+// x [rows, columns] = mean + deviation * normals, in the first `drawn` columns; any numbers of rows and columns.
+void draw(void* stream, const RandomStream& from, float mean, float deviation, int64_t drawn, video::Matrix x);
 
 }  // namespace scope::cuda

@@ -1,10 +1,13 @@
 // What the transformer asks of a machine: memory, linear layers, and the few steps between them.
 #pragma once
 
+#include <compare>
+#include <map>
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "core/random.h"
 #include "io/file.h"
 #include "pipeline/plan.h"
 #include "video/matrix.h"
@@ -26,6 +29,23 @@ struct Linear {
   const float* bias = nullptr;  // [out] in the engine's memory, the same at every call
 };
 
+// The product of a linear layer: [rows, in] . [out, in]^T, into a type.
+struct LinearShape {
+  int64_t rows, out, in;
+  DType type;
+  double flop() const { return 2.0 * static_cast<double>(rows) * static_cast<double>(out) * static_cast<double>(in); }
+  auto operator<=>(const LinearShape&) const = default;
+};
+struct LinearTime {
+  int64_t calls = 0;
+  double seconds = 0;
+};
+using LinearTimes = std::map<LinearShape, LinearTime>;
+
+struct MemoryUse {
+  int64_t used, free;  // bytes
+};
+
 // Calls are made in order from one thread. On a device they only queue work: download and wait wait for it, and what is
 // passed must live until then. Pointers are the engine's memory unless said otherwise. Matrices that are written overlap no
 // other one.
@@ -44,8 +64,13 @@ class Engine {
   virtual Buffer allocate(int64_t bytes) = 0;
   virtual void upload(const void* host, void* to, int64_t bytes) = 0;
   virtual void download(const void* from, void* host, int64_t bytes) = 0;
-  virtual void wait() = 0;  // until all queued work is done
+  virtual void wait() = 0;               // until all queued work is done
+  virtual MemoryUse memory() const = 0;  // of the device; on the host, what this process uses and what is left
   virtual std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) = 0;  // of f32, bf16 or f16
+  // The same of normals, so that a layer without weights takes no way through the host.
+  virtual std::unique_ptr<Weights> draw_weights(const RandomStream& from, float deviation, int64_t out, int64_t in) = 0;
+  // x = mean + deviation * the normals of the stream, in order (core/normal.h).
+  virtual void draw(const RandomStream& from, float mean, float deviation, Matrix x) = 0;
 
   // out = then(x . weights^T + bias); any types.
   virtual void linear(const Linear& layer, Matrix x, Matrix out, Activation then = Activation::none) = 0;
@@ -72,6 +97,13 @@ class Engine {
   virtual void axpy(float factor, const float* y, int64_t n, float* x) = 0;
   // out = the sum of factor * x over 1 to kMostTerms f32 vectors; out may be one of them.
   virtual void combine(std::span<const Term> terms, int64_t n, float* out) = 0;
+
+  // Whether `linear` is timed from here on, each product by itself.
+  virtual void time_linear(bool on) = 0;
+  virtual LinearTimes take_linear_times() = 0;  // of the calls since the last taking; waits for them
+  // Seconds of such a product with a bias by each algorithm that the engine's library proposes, that of `linear` first;
+  // empty: it has no such library.
+  virtual std::vector<double> time_algorithms(const LinearShape& shape) = 0;
 };
 
 inline Buffer uploaded(Engine& engine, const std::vector<float>& values) {

@@ -2,7 +2,6 @@
 #include "video/model.h"
 
 #include "video/fields.h"
-#include "video/weights.h"
 
 namespace scope::video {
 
@@ -31,8 +30,19 @@ ModelConfig parse_model_config(std::string_view json) { return find_family(json)
 ModelConfig read_model_config(const std::string& folder) { return read_config(folder, parse_model_config); }
 
 std::unique_ptr<Model> open_model(const std::string& folder, Engine& engine) {
-  const Family* family = read_config(folder, [](std::string_view json) { return &find_family(json); });
-  return family->open(folder, engine);
+  const std::string config = read_config(folder, [](std::string_view json) {
+    parse_model_config(json);
+    return std::string(json);
+  });
+  return make_model(config, tensors_in(folder), engine);
+}
+
+std::unique_ptr<Model> make_model(std::string_view config, const TensorSource& tensors, Engine& engine) {
+  return find_family(config).open(config, tensors, engine);
+}
+
+std::string first_layers(std::string_view config, int64_t layers) {
+  return find_family(config).first_layers(config, layers);
 }
 
 }  // namespace scope::video

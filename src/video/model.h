@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "video/engine.h"
+#include "video/weights.h"
 
 namespace scope::video {
 
@@ -94,7 +94,8 @@ class Model {
 struct Family {
   const char* class_name;  // _class_name of config.json
   ModelConfig (*parse)(std::string_view config);
-  std::unique_ptr<Model> (*open)(const std::string& folder, Engine& engine);
+  std::string (*first_layers)(std::string_view config, int64_t layers);  // the config of a model that ends after them
+  std::unique_ptr<Model> (*open)(std::string_view config, const TensorSource& tensors, Engine& engine);
 };
 std::span<const Family* const> families();
 
@@ -102,5 +103,9 @@ std::span<const Family* const> families();
 ModelConfig parse_model_config(std::string_view json);
 ModelConfig read_model_config(const std::string& folder);
 std::unique_ptr<Model> open_model(const std::string& folder, Engine& engine);
+
+// By the text of a config.json.
+std::unique_ptr<Model> make_model(std::string_view config, const TensorSource& tensors, Engine& engine);
+std::string first_layers(std::string_view config, int64_t layers);  // at most as many as there are
 
 }  // namespace scope::video

@@ -4,18 +4,10 @@
 #include <functional>
 #include <vector>
 
-#include "pipeline/call.h"
-#include "video/model.h"
+#include "video/self_attention.h"
 #include "video/stepper.h"
 
 namespace scope::video {
-
-// One self-attention of a generation. branch: 0 with the prompt, 1 with the negative one.
-struct CallReport {
-  int64_t step = 0, layer = 0, branch = 0;
-  CallStats stats;
-  std::vector<HeadStats> heads;
-};
 
 // All that the steps to come need of those that are done.
 struct Snapshot {
@@ -64,9 +56,6 @@ std::vector<float> make_noise(uint64_t seed, int64_t count);
 
 // Latent elements along T, H and W.
 std::array<int64_t, 3> latent_size(const ModelConfig& config, const std::array<int64_t, 3>& grid);
-
-// What every self-attention of a model is planned for.
-Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype);
 
 // The transformer, from 0, that runs at each step. Its guidance is that of the request.
 std::vector<int64_t> experts_of(const Request& request);

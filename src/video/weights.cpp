@@ -2,6 +2,7 @@
 #include "video/weights.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <set>
 
@@ -67,33 +68,6 @@ std::set<std::string> files_of(const std::map<std::string, std::string>& index) 
   return files.empty() ? std::set<std::string>{kWeights} : files;
 }
 
-}  // namespace
-
-std::string read_text(const std::string& path) {
-  const auto bytes = io::read_file(path, kMostJson);
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
-
-std::map<std::string, std::string> parse_index(std::string_view text) {
-  const nlohmann::json index = parse_json(text);
-  require(index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(), Status::format,
-          "expected a JSON object with an object 'weight_map'");
-  std::map<std::string, std::string> files;
-  for (const auto& item : index["weight_map"].items()) {
-    const std::string name = io::printable(item.key());
-    require(item.value().is_string(), Status::format, "weight_map, '{}': got {}, expected a file name", name,
-            shown(item.value()));
-    const std::string& file = item.value().get_ref<const std::string&>();
-    // The files of a model lie in its folder: an index must not lead out of it.
-    require(!file.empty() && file != "." && file != ".." && file.find('/') == std::string::npos &&
-                file.find('\0') == std::string::npos,
-            Status::format, "weight_map, '{}': got '{}', expected the name of a file in the same folder", name,
-            io::printable(file));
-    files[item.key()] = file;
-  }
-  return files;
-}
-
 LoadedTensors load_tensors(const std::string& folder, const TensorList& list, Engine& engine, Engine& host) {
   const std::map<std::string, std::string> index = read_index(folder);
   std::map<std::string, const Tensor*> expected;
@@ -122,6 +96,74 @@ LoadedTensors load_tensors(const std::string& folder, const TensorList& list, En
           missing.empty() ? "" : missing.begin()->first, missing.empty() ? "" : io::join(missing.begin()->second->shape),
           missing.size() - (missing.empty() ? 0 : 1));
   return loaded;
+}
+
+// Every dimension but the first is one of the matrix's inputs.
+void draw(const Tensor& tensor, RandomStream from, Engine& keeper, LoadedTensors& drawn) {
+  int64_t numbers = 1;
+  for (const int64_t n : tensor.shape) numbers *= n;
+  const int64_t out = tensor.shape[0], in = numbers / out;
+  const auto matrix = [&](int64_t inputs, const Weights** place) {
+    const auto deviation = static_cast<float>(1.0 / std::sqrt(static_cast<double>(in)));
+    drawn.matrices.push_back(keeper.draw_weights(from, deviation, out, inputs));
+    *place = drawn.matrices.back().get();
+    ++from.tensor;  // the next matrix of this tensor has other numbers
+  };
+  if (const auto* place = std::get_if<const Weights**>(&tensor.place)) {
+    matrix(in, *place);
+  } else if (const auto* split = std::get_if<SplitMatrix>(&tensor.place)) {
+    matrix(split->left, split->first);
+    matrix(in - split->left, split->second);
+  } else {
+    constexpr float kSmall = 0.02f;
+    const bool norm = tensor.name.ends_with(".weight");
+    drawn.vectors.push_back(keeper.allocate(numbers * static_cast<int64_t>(sizeof(float))));
+    keeper.draw(from, norm ? 1.0f : 0.0f, kSmall, {drawn.vectors.back().get(), DType::f32, 1, numbers});
+    *std::get<const float**>(tensor.place) = static_cast<const float*>(drawn.vectors.back().get());
+  }
+}
+
+}  // namespace
+
+std::string read_text(const std::string& path) {
+  const auto bytes = io::read_file(path, kMostJson);
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::map<std::string, std::string> parse_index(std::string_view text) {
+  const nlohmann::json index = parse_json(text);
+  require(index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(), Status::format,
+          "expected a JSON object with an object 'weight_map'");
+  std::map<std::string, std::string> files;
+  for (const auto& item : index["weight_map"].items()) {
+    const std::string name = io::printable(item.key());
+    require(item.value().is_string(), Status::format, "weight_map, '{}': got {}, expected a file name", name,
+            shown(item.value()));
+    const std::string& file = item.value().get_ref<const std::string&>();
+    // The files of a model lie in its folder: an index must not lead out of it.
+    require(!file.empty() && file != "." && file != ".." && file.find('/') == std::string::npos &&
+                file.find('\0') == std::string::npos,
+            Status::format, "weight_map, '{}': got '{}', expected the name of a file in the same folder", name,
+            io::printable(file));
+    files[item.key()] = file;
+  }
+  return files;
+}
+
+TensorSource tensors_in(const std::string& folder) {
+  return [folder](const TensorList& list, Engine& engine, Engine& host) { return load_tensors(folder, list, engine, host); };
+}
+
+TensorSource drawn_tensors(uint64_t seed) {
+  return [seed](const TensorList& list, Engine& engine, Engine& host) {
+    LoadedTensors drawn;
+    RandomStream from{.seed = seed, .purpose = 5};
+    for (const Tensor& tensor : list.tensors) {
+      draw(tensor, from, tensor.on_host ? host : engine, drawn);
+      ++from.subspace;
+    }
+    return drawn;
+  };
 }
 
 std::map<std::string, std::vector<int64_t>> read_shapes(const std::string& folder) {

@@ -1,6 +1,7 @@
 // A model's folder as diffusers writes it: config.json, and tensors in one .safetensors file or in shards with an index.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -52,9 +53,15 @@ struct LoadedTensors {
   std::vector<Buffer> vectors;
 };
 
-// Fills every place of the list, one file in memory at a time. A tensor that is missing, not in the list, of another shape
-// or not of a float type is Error(Status::format) with its name and file; other places may be filled by then.
-LoadedTensors load_tensors(const std::string& folder, const TensorList& list, Engine& engine, Engine& host);
+// Fills every place of a list.
+using TensorSource = std::function<LoadedTensors(const TensorList& list, Engine& engine, Engine& host)>;
+
+// From a folder, one file in memory at a time. A tensor that is missing, not in the list, of another shape or not of a float
+// type is Error(Status::format) with its name and file; other places may be filled by then.
+TensorSource tensors_in(const std::string& folder);
+// Numbers that a seed names, drawn where each tensor is kept: normals that keep the size of what goes through a layer, and
+// norms near 1. The same for a backend and a seed.
+TensorSource drawn_tensors(uint64_t seed);
 
 // The shapes of all tensors in a folder's files.
 std::map<std::string, std::vector<int64_t>> read_shapes(const std::string& folder);

@@ -1,6 +1,8 @@
 // The ranges of HunyuanVideo's fields, and what must hold between them.
 #include "video/models/hunyuan/config.h"
 
+#include <algorithm>
+
 #include "video/fields.h"
 
 namespace scope::video::hunyuan {
@@ -79,6 +81,15 @@ Config parse_config(std::string_view text) {
           "in_channels: got {}, expected {} the {} that come out", config.in_channels, same ? "as many as" : "more than",
           config.out_channels);
   return config;
+}
+
+std::string first_layers(std::string_view text, int64_t layers) {
+  nlohmann::json json = parse_json(text);
+  const Config config = parse_config(text);
+  const int64_t doubles = std::min(layers, config.double_blocks);
+  json["num_layers"] = doubles;
+  json["num_single_layers"] = std::min(layers - doubles, config.single_blocks);
+  return json.dump();
 }
 
 }  // namespace scope::video::hunyuan

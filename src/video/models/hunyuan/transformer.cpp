@@ -317,17 +317,17 @@ void HunyuanPass::forward(int64_t step, int64_t branch, const float* latent, con
   engine_.unpatchify(grid_, tokens, out, ChannelOrder::slowest, velocity);
 }
 
-std::unique_ptr<Model> open(const std::string& folder, Engine& engine) {
-  return std::make_unique<Transformer>(folder, read_config(folder, parse_config), engine);
+std::unique_ptr<Model> open(std::string_view config, const TensorSource& tensors, Engine& engine) {
+  return std::make_unique<Transformer>(parse_config(config), tensors, engine);
 }
 
 }  // namespace
 
-Transformer::Transformer(const std::string& folder, const Config& config, Engine& engine)
+Transformer::Transformer(const Config& config, const TensorSource& tensors, Engine& engine)
     : Model(engine, config.common()),
       hunyuan_(config),
       host_(make_cpu_engine(engine.context, DType::f32)),
-      tensors_(load_tensors(folder, list_tensors(hunyuan_, layers_), engine, *host_)) {}
+      tensors_(tensors(list_tensors(hunyuan_, layers_), engine, *host_)) {}
 
 std::unique_ptr<Pass> Transformer::start(const std::array<int64_t, 3>& grid, bool morton) const {
   return std::make_unique<HunyuanPass>(*this, grid, morton);
@@ -346,6 +346,7 @@ std::vector<float> Transformer::embed(const Embedder& embedder, std::vector<floa
 
 extern const Family kHunyuan;
 constexpr Family kHunyuan = {"HunyuanVideoTransformer3DModel",
-                             [](std::string_view json) { return hunyuan::parse_config(json).common(); }, hunyuan::open};
+                             [](std::string_view json) { return hunyuan::parse_config(json).common(); },
+                             hunyuan::first_layers, hunyuan::open};
 
 }  // namespace scope::video

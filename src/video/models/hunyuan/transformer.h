@@ -9,7 +9,7 @@ namespace scope::video::hunyuan {
 class Transformer final : public Model {
  public:
   // Compute is the engine's, but for the embeddings of time, guidance and pooled prompt: always f32 on the host.
-  Transformer(const std::string& folder, const Config& config, Engine& engine);
+  Transformer(const Config& config, const TensorSource& tensors, Engine& engine);
   std::unique_ptr<Pass> start(const std::array<int64_t, 3>& grid, bool morton) const override;
 
   const Config& hunyuan() const { return hunyuan_; }

@@ -1,6 +1,8 @@
 // The ranges of Wan's fields, and what must hold between them.
 #include "video/models/wan/config.h"
 
+#include <algorithm>
+
 #include "video/fields.h"
 
 namespace scope::video::wan {
@@ -56,6 +58,12 @@ Config parse_config(std::string_view text) {
   require(config.image_tokens == 0 || config.image_dim > 0, Status::format,
           "pos_embed_seq_len: got {}, and there is no image_dim", config.image_tokens);
   return config;
+}
+
+std::string first_layers(std::string_view text, int64_t layers) {
+  nlohmann::json json = parse_json(text);
+  json["num_layers"] = std::min(layers, parse_config(text).layers);
+  return json.dump();
 }
 
 }  // namespace scope::video::wan

@@ -31,5 +31,7 @@ struct Config {
 
 // Whatever is wrong with the text is Error(Status::format). Of which class it is, was asked before.
 Config parse_config(std::string_view json);
+// The same text for a model that ends after its first layers.
+std::string first_layers(std::string_view json, int64_t layers);
 
 }  // namespace scope::video::wan

@@ -293,17 +293,17 @@ void WanPass::forward(int64_t step, int64_t branch, const float* latent, const f
   engine_.unpatchify(grid_, tokens, out, ChannelOrder::fastest, velocity);
 }
 
-std::unique_ptr<Model> open(const std::string& folder, Engine& engine) {
-  return std::make_unique<Transformer>(folder, read_config(folder, parse_config), engine);
+std::unique_ptr<Model> open(std::string_view config, const TensorSource& tensors, Engine& engine) {
+  return std::make_unique<Transformer>(parse_config(config), tensors, engine);
 }
 
 }  // namespace
 
-Transformer::Transformer(const std::string& folder, const Config& config, Engine& engine)
+Transformer::Transformer(const Config& config, const TensorSource& tensors, Engine& engine)
     : Model(engine, config.common()),
       wan_(config),
       host_(make_cpu_engine(engine.context, DType::f32)),
-      tensors_(load_tensors(folder, list_tensors(wan_, layers_), engine, *host_)) {}
+      tensors_(tensors(list_tensors(wan_, layers_), engine, *host_)) {}
 
 std::unique_ptr<Pass> Transformer::start(const std::array<int64_t, 3>& grid, bool morton) const {
   return std::make_unique<WanPass>(*this, grid, morton);
@@ -332,6 +332,6 @@ Buffer Transformer::embed_time(std::span<const double> timesteps) const {
 
 extern const Family kWan;
 constexpr Family kWan = {"WanTransformer3DModel", [](std::string_view json) { return wan::parse_config(json).common(); },
-                         wan::open};
+                         wan::first_layers, wan::open};
 
 }  // namespace scope::video

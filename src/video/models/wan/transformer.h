@@ -8,7 +8,7 @@ namespace scope::video::wan {
 class Transformer final : public Model {
  public:
   // Compute is the engine's, but for the embedding of time: always f32 on the host.
-  Transformer(const std::string& folder, const Config& config, Engine& engine);
+  Transformer(const Config& config, const TensorSource& tensors, Engine& engine);
   std::unique_ptr<Pass> start(const std::array<int64_t, 3>& grid, bool morton) const override;
 
   const Config& wan() const { return wan_; }

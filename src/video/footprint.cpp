@@ -1,0 +1,62 @@
+// Opens a model on an engine that only counts what it is asked for.
+#include "video/footprint.h"
+
+namespace scope::video {
+
+namespace {
+
+class CountingEngine final : public Engine {
+ public:
+  explicit CountingEngine(const Engine& like) : Engine(like.context, like.activation, like.attention) {}
+
+  Buffer allocate(int64_t bytes) override {
+    counted += bytes;
+    return nullptr;
+  }
+  void upload(const void*, void*, int64_t) override {}
+  void download(const void*, void*, int64_t) override {}
+  void wait() override {}
+  MemoryUse memory() const override { return {counted, 0}; }
+  std::unique_ptr<Weights> pack(const io::Array&, int64_t out, int64_t in) override { return count_weights(out, in); }
+  std::unique_ptr<Weights> draw_weights(const RandomStream&, float, int64_t out, int64_t in) override {
+    return count_weights(out, in);
+  }
+  void draw(const RandomStream&, float, float, Matrix) override {}
+  void linear(const Linear&, Matrix, Matrix, Activation) override {}
+  void layer_norm(Matrix, const float*, const float*, float, Matrix) override {}
+  void rms_norm(Matrix, const float*, float, const float*, int64_t, Matrix) override {}
+  void head_norm(Matrix, const float*, float, const float*, int64_t, Matrix) override {}
+  void convert(Matrix, Matrix) override {}
+  void add(Matrix, Matrix, const float*) override {}
+  void modulation(const float*, const float*, int64_t, int64_t, uint32_t, float*) override {}
+  void patchify(const PatchGrid&, const float*, int64_t, const float*, int64_t, Matrix) override {}
+  void unpatchify(const PatchGrid&, Matrix, int64_t, ChannelOrder, float*) override {}
+  void axpy(float, const float*, int64_t, float*) override {}
+  void combine(std::span<const Term>, int64_t, float*) override {}
+  void time_linear(bool) override {}
+  LinearTimes take_linear_times() override { return {}; }
+  std::vector<double> time_algorithms(const LinearShape&) override { return {}; }
+
+  int64_t counted = 0;
+
+ private:
+  std::unique_ptr<Weights> count_weights(int64_t out, int64_t in) {
+    counted += out * in * dtype_bytes(attention);  // linear layers multiply the same type
+    return std::make_unique<Weights>();
+  }
+};
+
+}  // namespace
+
+int64_t model_bytes(std::string_view config, const Engine& like, const std::array<int64_t, 3>& grid, bool morton) {
+  CountingEngine engine(like);
+  // A device's engine leaves what the host keeps to the host, which has room for it.
+  const auto drawn = [&](const TensorList& list, Engine& counting, Engine&) {
+    CountingEngine host(like);
+    return drawn_tensors(0)(list, counting, like.context.host() ? counting : host);
+  };
+  make_model(config, drawn, engine)->start(grid, morton);
+  return engine.counted;
+}
+
+}  // namespace scope::video

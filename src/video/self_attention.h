@@ -1,0 +1,47 @@
+// The self-attentions of a generation: one plan for every layer, its workspace, and a state for each layer and branch.
+#pragma once
+
+#include "pipeline/call.h"
+#include "video/model.h"
+
+namespace scope::video {
+
+// One self-attention of a generation. branch: 0 with the prompt, 1 with the negative one.
+struct CallReport {
+  int64_t step = 0, layer = 0, branch = 0;
+  CallStats stats;
+  std::vector<HeadStats> heads;
+};
+
+// What every self-attention of a model is planned for.
+Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype);
+
+// Neither branch warms the other, but where the method shares them.
+class SelfAttention {
+ public:
+  SelfAttention(Engine& engine, const ModelConfig& config, const Settings& settings, const std::array<int64_t, 3>& grid,
+                int64_t branches);
+  // What one takes of the engine's memory.
+  static int64_t bytes(const Engine& engine, const ModelConfig& config, const Settings& settings,
+                       const std::array<int64_t, 3>& grid, int64_t branches);
+
+  void forget();  // every state is as before its first call
+  std::vector<std::vector<std::byte>> save() const;
+  void load(const std::vector<std::vector<std::byte>>& saved);
+
+  // q, k, v and out as in Attend. Waits for the call.
+  CallReport run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text);
+
+ private:
+  TensorView view(Matrix x) const;
+
+  Engine& engine_;
+  const ModelConfig& config_;
+  Plan plan_;
+  Buffer workspace_;
+  int64_t branches_;  // that have states of their own
+  std::vector<Buffer> state_memory_;
+  std::vector<State> states_;
+};
+
+}  // namespace scope::video
