@@ -25,16 +25,6 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325u;
 };
 
-std::string hash_of(std::initializer_list<const std::vector<float>*> parts) {
-  Hash hash;
-  for (const auto* part : parts) {
-    const auto size = static_cast<uint64_t>(part->size());
-    hash.add(std::as_bytes(std::span(&size, 1)));
-    hash.add(std::as_bytes(std::span(*part)));
-  }
-  return hash.text();
-}
-
 // Size and bytes of a file: all of a small one, 4 KiB at each of 256 places of a larger one.
 void add_file(const std::string& path, Hash& hash) {
   constexpr int64_t kPiece = 4096, kPieces = 256;
@@ -134,6 +124,16 @@ video::Snapshot parse_checkpoint(const io::SafeTensors& file, int64_t steps_done
 }
 
 }  // namespace
+
+std::string hash_of(std::initializer_list<const std::vector<float>*> parts) {
+  Hash hash;
+  for (const auto* part : parts) {
+    const auto size = static_cast<uint64_t>(part->size());
+    hash.add(std::as_bytes(std::span(&size, 1)));
+    hash.add(std::as_bytes(std::span(*part)));
+  }
+  return hash.text();
+}
 
 RunIdentity identify_run(const video::Folder& folder, const video::Request& request, const std::string& seed,
                          const Context& context, const std::string& compute) {

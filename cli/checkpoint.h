@@ -20,4 +20,7 @@ void write_checkpoint(const std::string& path, const RunIdentity& run, video::Sn
 // run.json says of them.
 std::optional<video::Snapshot> read_checkpoint(const std::string& path, const RunIdentity& run, int64_t steps);
 
+// 16 digits that name these numbers, bit for bit.
+std::string hash_of(std::initializer_list<const std::vector<float>*> parts);
+
 }  // namespace scope::cli

@@ -219,5 +219,6 @@ void add_generate(CLI::App& app);
 void add_methods(CLI::App& app);
 void add_profile(CLI::App& app);
 void add_report(CLI::App& app);
+void add_steps(CLI::App& app);
 
 }  // namespace scope::cli

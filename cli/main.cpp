@@ -113,6 +113,7 @@ int run(int argc, char** argv) {
       "  scope compare qkv.safetensors --methods scope,svg2,sparge --density 0.1,0.2   methods side by side\n"
       "  scope inspect qkv.safetensors -o look                                 pictures of a head\n"
       "  scope generate -o runs/scope --target-density 0.2                     a video with the bundled model\n"
+      "  scope steps --model wan2.1-t2v-14b --backend cuda                     how long a model would take\n"
       "  scope methods                                                         every method and setting\n",
       "scope");
   app.require_subcommand(1);
@@ -130,6 +131,7 @@ int run(int argc, char** argv) {
   scope::cli::add_methods(app);
   scope::cli::add_profile(app);
   scope::cli::add_report(app);
+  scope::cli::add_steps(app);
   // '' is a variable that was not set, and would read as an option that was not given.
   for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
     for (CLI::Option* option : command->get_options()) {

@@ -28,7 +28,7 @@ std::vector<int64_t> experts_from(const video::Request& request, int64_t first_s
 
 }  // namespace
 
-std::string find_model_folder(const std::string& name) {
+std::string find_model_folder(const std::string& name, bool shapes) {
   const auto is_model = [](const std::string& folder) {
     return io::exists(folder + "/config.json") || io::exists(folder + "/model_index.json");
   };
@@ -41,10 +41,17 @@ std::string find_model_folder(const std::string& name) {
   if (!error) places.push_back((self.parent_path().parent_path() / "share/scope/models").string());
   places.emplace_back(SCOPE_SOURCE_MODELS);
   for (const std::string& place : places) {
-    std::string folder = fmt::format("{}/{}", place, name);
-    if (is_model(folder)) return folder;
+    for (const char* part : {"", "/shapes"}) {
+      std::string folder = fmt::format("{}{}/{}", place, part, name);
+      if ((shapes || *part == 0) && is_model(folder)) return folder;
+    }
   }
-  fail(Status::io, "--model: there is no \"{}\" in {}", name, fmt::join(places, ", "));
+  std::set<std::string> bundled;
+  for (const std::string& place : places) {
+    for (const auto& entry : fs::directory_iterator(place + "/shapes", error)) bundled.insert(entry.path().filename());
+  }
+  fail(Status::io, "--model: there is no \"{}\" in {}{}", name, fmt::join(places, ", "),
+       shapes ? fmt::format("; shapes there: {}", fmt::join(bundled, ", ")) : "");
 }
 
 std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,

@@ -17,8 +17,8 @@ struct VideoInputs {
   int64_t example = 0;           // which sample of the condition
 };
 
-// A folder as it is, or the name of a bundled model.
-std::string find_model_folder(const std::string& name);
+// A folder as it is, or the name of a bundled model; with `shapes`, of one whose config.json is bundled alone too.
+std::string find_model_folder(const std::string& name, bool shapes = false);
 // A float tensor of a file; `shape` has -1 where any size will do. A leading 1 or, with `pick`, a batch of which one is
 // taken, may stand before it.
 std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,

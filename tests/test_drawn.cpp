@@ -148,6 +148,42 @@ TEST_F(Drawn, WeightsAreTheStreamsNumbersRowAfterRow) {
   }
 }
 
+// Matrices keep the size of what goes through them, norms are near 1 and biases near 0; no two tensors share numbers.
+TEST_F(Drawn, TensorsByTheirKind) {
+  const int64_t in = 96, left = 32, out = 64;
+  const Weights *whole = nullptr, *again = nullptr, *first = nullptr, *second = nullptr, *kept = nullptr;
+  const float *norm = nullptr, *bias = nullptr;
+  TensorList list;
+  list.tensors = {{"a.weight", {out, in}, &whole},
+                  {"b.weight", {out, in / 4, 2, 2}, &again},
+                  {"c.weight", {out, in}, SplitMatrix{left, &first, &second}},
+                  {"norm.weight", {5000}, &norm},
+                  {"a.bias", {1, 2, 2500}, &bias},
+                  {"host.weight", {out, in}, &kept, true}};
+  const auto host = make_cpu_engine(*context_, DType::f32);
+  const LoadedTensors drawn = drawn_tensors(3)(list, *engine_, *host);
+  ASSERT_EQ(drawn.matrices.size(), 5u);
+  ASSERT_EQ(drawn.vectors.size(), 2u);
+  EXPECT_EQ(first->in, left);
+  EXPECT_EQ(second->in, in - left);
+  const auto a = matrix(*whole), b = matrix(*again), c = matrix(*first), d = matrix(*second);
+  EXPECT_NE(a, b);
+  EXPECT_NE(std::vector<float>(d.begin(), d.begin() + std::ssize(c)), c);
+  for (const auto& x : {a, b, c, d}) {
+    const double spread = 5.0 / std::sqrt(static_cast<double>(x.size())), variance = 1.0 / static_cast<double>(in);
+    EXPECT_NEAR(moments(x).mean, 0, spread * std::sqrt(variance));
+    EXPECT_NEAR(moments(x).variance, variance, spread * std::sqrt(2) * variance);
+  }
+  const auto scales = read(norm, 5000), shifts = read(bias, 5000);
+  EXPECT_NEAR(moments(scales).mean, 1, 0.002);
+  EXPECT_NEAR(moments(shifts).mean, 0, 0.002);
+  for (const auto& x : {scales, shifts}) EXPECT_NEAR(moments(x).variance, 0.0004, 0.00005);
+  std::vector<float> unit(static_cast<size_t>(in)), row(static_cast<size_t>(out));
+  unit[0] = 1;
+  host->linear({kept, nullptr}, {unit.data(), DType::f32, 1, in}, {row.data(), DType::f32, 1, out});  // the host's memory
+  EXPECT_NEAR(moments(row).variance, 1.0 / static_cast<double>(in), 5 * std::sqrt(2.0 / out) / static_cast<double>(in));
+}
+
 TEST_F(Drawn, ModelsAreThoseOfTheirSeed) {
   for (const std::string& config : {kWan, kHunyuan}) {
     const auto x = forward(config, 4);
