@@ -189,8 +189,8 @@ void attend(const Exec& exec, const AttendArgs& args) {
   // The wgmma kernel counts a row's bytes in 32 bits.
   const bool wgmma =
       exec.wgmma && 2 * std::max(args.k.row_stride, args.v.row_stride) <= std::numeric_limits<uint32_t>::max();
-  require(args.products == Products::bf16 || wgmma, Status::unsupported,
-          "8-bit products take the wgmma kernel, and row strides below 2^31 elements");
+  require(args.products != Products::qkv8 || wgmma, Status::unsupported,
+          "values in 8 bits take the wgmma kernel, and row strides below 2^31 elements");
   Layout(Arena(), count, args.q.tokens, args.k.tokens, dim, groups, extra, args.products, &bytes);
   require(bytes <= args.scratch.bytes, Status::workspace, "attend: more extra keys than the scratch holds");
   const Layout at(Arena(args.scratch.data, args.scratch.bytes), count, args.q.tokens, args.k.tokens, dim, groups, extra,

@@ -42,7 +42,7 @@ struct AttendLaunch {
   EightBits eight;  // in the place of q and k, and with qkv8 of v
 };
 
-void attend_sm80(const Exec& exec, const AttendLaunch& at);  // portable: mma.sync, cp.async
+void attend_sm80(const Exec& exec, const AttendLaunch& at);  // portable: mma.sync, cp.async; no qkv8
 void attend_sm90(const Exec& exec, const AttendLaunch& at);  // wgmma, warp-specialised, persistent
 
 }  // namespace scope::cuda

@@ -1,5 +1,7 @@
-// The portable attend kernel: FlashAttention-2's loop with mma.sync over keys gathered by cp.async, for sm_80 and later.
+// The portable attend kernel: FlashAttention-2's loop with mma.sync over keys gathered by cp.async, for sm_80 and later, in
+// 16 bits or with queries and keys in bytes.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/attend.h"
 #include "cuda/device/ptx_sm80.cuh"
@@ -22,7 +24,7 @@ struct KeyList {
   alignas(16) int32_t ring[kRing];
   uint32_t words[32], kept[32];  // the next ones, of mask and keep
   AttendTile tile;
-  const char *k, *v;  // rows of the tile's head
+  const char *k, *v;  // rows of the tile's head; with bytes, extra keys follow the real ones in k
   int32_t made;       // positions so far
   int32_t taken;      // mask words so far; the words of the extra mask follow at a multiple of 32
 
@@ -30,11 +32,16 @@ struct KeyList {
   __device__ const int32_t& operator[](int position) const { return ring[static_cast<unsigned>(position) % kRing]; }
 };
 
-// Chunk c (16 bytes) of row r is stored at chunk c xor (r mod 8), which spares every access bank conflicts.
-template <int kDim, int kHalves>
+// Bytes of a row in shared memory. Chunk c (16 bytes) of row r is stored at chunk c xor (r mod 8), which spares every access
+// bank conflicts, and wants 8 chunks or more.
+template <int kDim, bool kBytes>
+inline constexpr int kRow = kBytes ? 128 : 2 * kDim;
+
+template <int kDim, int kHalves, bool kBytes>
 struct Shared {
-  uint16_t q[kHalves * kHalf][kDim];
-  uint16_t k[kKeys][kDim], v[kKeys][kDim];
+  uint8_t q[kHalves * kHalf][kRow<kDim, kBytes>];
+  uint8_t k[kKeys][kRow<kDim, kBytes>], v[kKeys][kRow<kDim, false>];
+  float unit[kBytes ? kHalves * kHalf : 1];  // with bytes: of each query's sums
   KeyList list;
 };
 
@@ -91,17 +98,17 @@ __device__ void extend(const AttendLaunch& at, KeyList& list, int needed) {
 }
 
 // Starts copying step `block` of K or V to the shared address `to`: each thread a chunk of some consecutive keys.
-template <int kDim, bool kDense, bool kValues>
+template <int kDim, bool kDense, bool kValues, bool kBytes>
 __device__ void load(const AttendLaunch& at, const KeyList& list, int block, uint32_t to) {
-  constexpr int kChunks = kDim / 8, kRows = kKeys * kChunks / kThreads;
+  constexpr int kWide = kRow<kDim, kBytes>, kChunks = kWide / 16, kRows = kKeys * kChunks / kThreads;
   const AttendTile& tile = list.tile;
   const int thread = thread_index(), row = thread / kChunks * kRows, chunk = thread % kChunks;
   const int first = block * kKeys + row;
-  const bool used = 8 * chunk < at.dim;
+  const bool used = kBytes ? 16 * chunk < kDim : 8 * chunk < at.dim;
   const char* rows = (kValues ? list.v : list.k) + 16 * chunk;
-  const int64_t pitch = (kValues ? at.v.row_step : at.k.row_step) * 2;
-  to += row * kDim * 2 + (chunk ^ (row % 8)) * 16;
-  const auto copy = [&](int j, const void* from, bool valid) { copy_async_16((to ^ (j * 16)) + j * kDim * 2, from, valid); };
+  const int64_t pitch = kBytes ? at.eight.k.row_step : (kValues ? at.v.row_step : at.k.row_step) * 2;
+  to += row * kWide + (chunk ^ (row % 8)) * 16;
+  const auto copy = [&](int j, const void* from, bool valid) { copy_async_16((to ^ (j * 16)) + j * kWide, from, valid); };
   if (kKeys * (block + 1) <= tile.keys) {
     const auto copy_key = [&](int j, int key) { copy(j, rows + pitch * static_cast<uint32_t>(key), used); };
 #pragma unroll
@@ -114,12 +121,14 @@ __device__ void load(const AttendLaunch& at, const KeyList& list, int block, uin
       copy_key(j + 3, key.w);
     }
   } else {
-    const uint16_t* extra = (kValues ? at.extra_v : at.extra_k)[tile.head] + 8 * chunk;
+    const char* extra = kBytes ? rows + at.k_tokens * pitch
+                               : reinterpret_cast<const char*>((kValues ? at.extra_v : at.extra_k)[tile.head] + 8 * chunk);
+    const int64_t extra_pitch = kBytes ? pitch : at.dim * 2;
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
       const int p = first + j;
       const int64_t key = kDense && p < tile.keys ? p : list[p];
-      const void* from = p < tile.keys ? static_cast<const void*>(rows + key * pitch) : extra + key * at.dim;
+      const char* from = p < tile.keys ? rows + key * pitch : extra + key * extra_pitch;
       const bool valid = used && p < tile.keys + tile.extra;
       copy(j, valid ? from : rows, valid);
     }
@@ -129,25 +138,34 @@ __device__ void load(const AttendLaunch& at, const KeyList& list, int block, uin
 // Fragments: a warp's 16 x 8 tile of f32 is float[4] per lane, entry 2 r + e being row lane / 4 + 8 r, column
 // 2 (lane % 4) + e.
 
-// s += q k^T for this warp's 16 rows of each half.
-template <class T, int kDim, int kHalves>
-__device__ void multiply_keys(float (&s)[kHalves][kKeys / 8][4], uint32_t q, uint32_t k) {
+// s += q k^T for this warp's 16 rows of each half. Fragments of bytes are those of 16 bits with two channels in the place of
+// one, so both load alike.
+template <class T, int kDim, int kHalves, class Sum>
+__device__ void multiply_keys(Sum (&s)[kHalves][kKeys / 8][4], uint32_t q, uint32_t k) {
+  constexpr bool kBytes = std::is_same_v<Sum, int32_t>;
+  constexpr int kWide = kRow<kDim, kBytes>;
   const int thread = thread_index(), lane = thread % 32, q_row = lane % 16, k_row = lane % 8 + lane / 16 * 8;
-  q += (thread / 32 * 16 + q_row) * kDim * 2 + ((lane / 16) ^ (q_row % 8)) * 16;
-  k += k_row * kDim * 2 + ((lane / 8 % 2) ^ (k_row % 8)) * 16;
+  q += (thread / 32 * 16 + q_row) * kWide + ((lane / 16) ^ (q_row % 8)) * 16;
+  k += k_row * kWide + ((lane / 8 % 2) ^ (k_row % 8)) * 16;
 #pragma unroll
-  for (int c = 0; c < kDim / 16; ++c) {
+  for (int c = 0; c < kDim / (kBytes ? 32 : 16); ++c) {
     uint32_t a[kHalves][4];
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h) load_matrix_x4(a[h], (q ^ (c * 32)) + h * kHalf * kDim * 2);
+    for (int h = 0; h < kHalves; ++h) load_matrix_x4(a[h], (q ^ (c * 32)) + h * kHalf * kWide);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
       uint32_t b[4];
-      load_matrix_x4(b, (k ^ (c * 32)) + n * 16 * kDim * 2);
+      load_matrix_x4(b, (k ^ (c * 32)) + n * 16 * kWide);
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
-        mma_16x8x16<T>(s[h][2 * n], a[h], b[0], b[1]);
-        mma_16x8x16<T>(s[h][2 * n + 1], a[h], b[2], b[3]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kBytes) {
+            mma_16x8x32(s[h][2 * n + i], a[h], b[2 * i], b[2 * i + 1]);
+          } else {
+            mma_16x8x16<T>(s[h][2 * n + i], a[h], b[2 * i], b[2 * i + 1]);
+          }
+        }
       }
     }
   }
@@ -234,17 +252,24 @@ __device__ void softmax(const float (&s)[kKeys / 8][4], float unit, float (&top)
   }
 }
 
-template <class T, int kDim, int kHalves, bool kDense>
-__device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& shared) {
+template <class T, int kDim, int kHalves, bool kDense, bool kBytes>
+__device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves, kBytes>& shared) {
+  constexpr int kWide = kRow<kDim, kBytes>;
   KeyList& list = shared.list;
   const AttendTile& tile = list.tile;
   const uint32_t q = shared_address(shared.q), k = shared_address(shared.k), v = shared_address(shared.v);
   const auto query = [&](int row) -> int64_t { return at.order ? at.order[tile.head][tile.begin + row] : tile.begin + row; };
-  for (int i = thread_index(); i < kHalves * kHalf * kDim / 8; i += kThreads) {
-    const int row = i / (kDim / 8), chunk = i % (kDim / 8);
-    const bool valid = row < tile.rows && 8 * chunk < at.dim;
-    const uint16_t* from = valid ? at.q.row(tile.head, query(row)) + 8 * chunk : at.q.base;
-    copy_async_16(q + row * kDim * 2 + (chunk ^ (row % 8)) * 16, from, valid);
+  for (int i = thread_index(); i < kHalves * kHalf * kWide / 16; i += kThreads) {
+    const int row = i / (kWide / 16), chunk = i % (kWide / 16);
+    const bool valid = row < tile.rows && (kBytes ? 16 * chunk < kDim : 8 * chunk < at.dim);
+    const void* from = at.q.base;
+    if constexpr (kBytes) {
+      if (valid) from = at.eight.q.row(tile.head, tile.begin + row) + 16 * chunk;
+      if (chunk == 0) shared.unit[row] = valid ? at.eight.q_unit[tile.head][tile.begin + row] : 0;
+    } else if (valid) {
+      from = at.q.row(tile.head, query(row)) + 8 * chunk;
+    }
+    copy_async_16(q + row * kWide + (chunk ^ (row % 8)) * 16, from, valid);
   }
   const int blocks = (tile.keys + tile.extra + kKeys - 1) / kKeys;
   if (thread_index() < 32) {
@@ -253,22 +278,39 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
     extend<kDense>(at, list, kKeys);
   }
   __syncthreads();
-  if (blocks > 0) load<kDim, kDense, false>(at, list, 0, k);
+  if (blocks > 0) load<kDim, kDense, false, kBytes>(at, list, 0, k);
 
   const float unit = at.scale * 1.44269504088896f;  // scores in units of log 2
+  const auto row_of = [](int h, int r) {
+    const int thread = thread_index();
+    return h * kHalf + thread / 32 * 16 + 8 * r + thread % 32 / 4;
+  };
   float o[kHalves][kDim / 8][4] = {}, sum[kHalves][2] = {}, top[kHalves][2];
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) top[h][0] = top[h][1] = -INFINITY;
   for (int block = 0; block < blocks; ++block) {
     copy_async_wait();
     __syncthreads();  // K is here, and V's place is free
-    load<kDim, kDense, true>(at, list, block, v);
+    load<kDim, kDense, true, false>(at, list, block, v);
     if (thread_index() < 32) extend<kDense>(at, list, (block + 2) * kKeys);
     const bool active = kHalves == 2 || thread_index() / 32 * 16 < tile.rows;  // this warp has rows
     uint32_t weights[kHalves][kKeys / 16][4];
     if (active) {
       float s[kHalves][kKeys / 8][4] = {};
-      multiply_keys<T, kDim>(s, q, k);
+      if constexpr (kBytes) {
+        int32_t sums[kHalves][kKeys / 8][4] = {};
+        multiply_keys<T, kDim>(sums, q, k);
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          const float units[2] = {shared.unit[row_of(h, 0)], shared.unit[row_of(h, 1)]};
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i) {
+            s[h][i / 4][i % 4] = static_cast<float>(sums[h][i / 4][i % 4]) * units[i / 2 % 2];
+          }
+        }
+      } else {
+        multiply_keys<T, kDim>(s, q, k);
+      }
       if (kKeys * (block + 1) > tile.keys) add_bias(s, at, list, block);
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) softmax<T, kDim>(s[h], unit, top[h], sum[h], weights[h], o[h]);
@@ -276,12 +318,12 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
 
     copy_async_wait();
     __syncthreads();  // V is here, and K's place is free
-    if (block + 1 < blocks) load<kDim, kDense, false>(at, list, block + 1, k);
+    if (block + 1 < blocks) load<kDim, kDense, false, kBytes>(at, list, block + 1, k);
     if (active) multiply_values<T, kDim>(o, weights, v);
   }
   copy_async_wait();  // a tile without keys has only waited for them, not for Q
 
-  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
+  const int lane = thread_index() % 32;
   const float share = at.mix_share ? at.mix_share[tile.head][tile.group] : 0.0f;
   const float* mixed = share > 0 ? at.mix_row[tile.head] + int64_t{tile.group} * at.dim + 2 * (lane % 4) : nullptr;
 #pragma unroll
@@ -291,7 +333,7 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
       float all = sum[h][r];
       all += __shfl_xor_sync(0xffffffffu, all, 1);
       all += __shfl_xor_sync(0xffffffffu, all, 2);
-      const int row = h * kHalf + 16 * warp + 8 * r + lane / 4;
+      const int row = row_of(h, r);
       if (row >= tile.rows) continue;
       const int64_t token = query(row);
       const float scale = all == 0 ? 0 : (1 - share) / all;
@@ -303,16 +345,19 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves>& share
         if (mixed != nullptr) x = {fmaf(share, mixed[8 * d], x.x), fmaf(share, mixed[8 * d + 1], x.y)};
         *reinterpret_cast<uint32_t*>(out + 8 * d) = pack<T>(x.x, x.y);
       }
-      if (at.lse && lane % 4 == 0) at.lse[tile.head][token] = top[h][r] * at.scale + logf(all) - log1pf(-share);
+      if (at.lse && lane % 4 == 0) {
+        const float shift = kBytes ? at.eight.q_shift[tile.head][tile.begin + row] : 0;
+        at.lse[tile.head][token] = (top[h][r] + shift) * at.scale + logf(all) - log1pf(-share);
+      }
     }
   }
 }
 
 // Takes the tiles of this many halves and leaves the others to another launch: one kernel for both spills registers.
-template <class T, int kDim, int kHalves, bool kDense>
+template <class T, int kDim, int kHalves, bool kDense, bool kBytes>
 __global__ void __launch_bounds__(kThreads, kHalves == 2 ? 2 : 3) attend_kernel(const __grid_constant__ AttendLaunch at) {
   extern __shared__ __align__(128) char memory[];
-  auto& shared = *reinterpret_cast<Shared<kDim, kHalves>*>(memory);
+  auto& shared = *reinterpret_cast<Shared<kDim, kHalves, kBytes>*>(memory);
   while (true) {
     __syncthreads();  // every warp is done with the tile before
     if (threadIdx.x == 0) {
@@ -324,43 +369,49 @@ __global__ void __launch_bounds__(kThreads, kHalves == 2 ? 2 : 3) attend_kernel(
       } while (tile.rows > 0 && (tile.rows > kHalf) != (kHalves == 2));
       KeyList& list = shared.list;
       list.tile = tile;
-      list.k = reinterpret_cast<const char*>(at.k.row(tile.head, 0));
+      list.k = kBytes ? reinterpret_cast<const char*>(at.eight.k.row(tile.head, 0))
+                      : reinterpret_cast<const char*>(at.k.row(tile.head, 0));
       list.v = reinterpret_cast<const char*>(at.v.row(tile.head, 0));
       list.made = kDense ? tile.keys : 0;
       list.taken = 0;
     }
     __syncthreads();
     if (shared.list.tile.rows == 0) return;
-    attend_tile<T, kDim, kHalves, kDense>(at, shared);
+    attend_tile<T, kDim, kHalves, kDense, kBytes>(at, shared);
   }
 }
 
-template <class T, int kDim, int kHalves, bool kDense>
+template <class T, int kDim, int kHalves, bool kDense, bool kBytes>
 void launch(const Exec& exec, const AttendLaunch& at) {
-  const auto kernel = attend_kernel<T, kDim, kHalves, kDense>;
-  constexpr int kBytes = sizeof(Shared<kDim, kHalves>);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "attend_sm80");
+  const auto kernel = attend_kernel<T, kDim, kHalves, kDense, kBytes>;
+  constexpr int kShared = sizeof(Shared<kDim, kHalves, kBytes>);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "attend_sm80");
   int blocks = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kBytes), "attend_sm80");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kShared), "attend_sm80");
   blocks = std::min(at.most_tiles, std::max(blocks, 1) * exec.device->multiprocessors);
   check(cudaMemsetAsync(at.next_tile, 0, sizeof(int32_t), stream(exec)), "attend_sm80");
-  kernel<<<blocks, kThreads, kBytes, stream(exec)>>>(at);
+  kernel<<<blocks, kThreads, kShared, stream(exec)>>>(at);
   check_launch("attend_sm80");
 }
 
-template <class T, int kDim, bool kDense>
+template <class T, int kDim, bool kDense, bool kBytes>
 void launch(const Exec& exec, const AttendLaunch& at) {
-  launch<T, kDim, 2, kDense>(exec, at);
-  launch<T, kDim, 1, kDense>(exec, at);
+  launch<T, kDim, 2, kDense, kBytes>(exec, at);
+  launch<T, kDim, 1, kDense, kBytes>(exec, at);
+}
+
+template <class T, bool kBytes>
+void launch(const Exec& exec, const AttendLaunch& at) {
+  if (at.dim > 64) {
+    at.mask ? launch<T, 128, false, kBytes>(exec, at) : launch<T, 128, true, kBytes>(exec, at);
+  } else {
+    at.mask ? launch<T, 64, false, kBytes>(exec, at) : launch<T, 64, true, kBytes>(exec, at);
+  }
 }
 
 template <class T>
 void launch(const Exec& exec, const AttendLaunch& at) {
-  if (at.dim > 64) {
-    at.mask ? launch<T, 128, false>(exec, at) : launch<T, 128, true>(exec, at);
-  } else {
-    at.mask ? launch<T, 64, false>(exec, at) : launch<T, 64, true>(exec, at);
-  }
+  at.products == Products::bf16 ? launch<T, false>(exec, at) : launch<T, true>(exec, at);
 }
 
 }  // namespace

@@ -124,7 +124,7 @@ std::vector<std::string> inventory() {
                                 x.minor, x.multiprocessors, static_cast<double>(x.memory_bytes) / (1 << 30),
                                 x.major < 8    ? ": too old, sm_80 is needed"
                                 : x.major == 9 ? "; products bf16, qk8, qkv8"
-                                               : "; products bf16"));
+                                               : "; products bf16, qk8"));
   }
   if (lines.empty()) lines.push_back("GPU               none, or no driver for it");
   return lines;
@@ -136,7 +136,7 @@ void configure(Exec& exec, std::string_view kernels, Products products) {
   require(kernels != "wgmma" || exec.device->major == 9, Status::unsupported, "kernel: wgmma needs sm_90, {} is sm_{}{}",
           exec.device->name, exec.device->major, exec.device->minor);
   exec.wgmma = exec.device->major == 9 && kernels != "portable";
-  require(products == Products::bf16 || exec.wgmma, Status::unsupported, "products: the {} kernel has no {}", kernel(exec),
+  require(products != Products::qkv8 || exec.wgmma, Status::unsupported, "products: the {} kernel has no {}", kernel(exec),
           row(products).name);
 }
 

@@ -308,7 +308,7 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.kernel = choice("kernel", t, kKernels); },
        [](const Settings& s) { return name_of(s.kernel, kKernels); }},
       {"products", "attend", names(products_rows()),
-       "what attend multiplies, in dense calls too; 8 bits need CUDA's wgmma kernel. " + help_of(products_rows()),
+       "what attend multiplies, in dense calls too; 8 bits need CUDA, qkv8 its wgmma kernel. " + help_of(products_rows()),
        [](Settings& s, std::string_view t) { s.products = choice("products", t, products_rows()); },
        [](const Settings& s) { return std::string(row(s.products).name); }},
       {"workspace_limit", "call", "auto | 1..1048576",

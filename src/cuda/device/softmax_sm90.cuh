@@ -41,13 +41,16 @@ __device__ uint32_t pack(float low, float high) {
   return both;
 }
 
-// Four bytes, the first in the lowest.
-__device__ inline uint32_t pack_e4m3(float a, float b, float c, float d) {
-  uint32_t four;
+// Four bytes, the first in the lowest; for sm_89 and later.
+__device__ inline uint32_t pack_e4m3([[maybe_unused]] float a, [[maybe_unused]] float b, [[maybe_unused]] float c,
+                                     [[maybe_unused]] float d) {
+  uint32_t four = 0;
+#if __CUDA_ARCH__ >= 890
   asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
       " mov.b32 %0, {low, high}; }"
       : "=r"(four)
       : "f"(a), "f"(b), "f"(c), "f"(d));
+#endif
   return four;
 }
 
