@@ -17,6 +17,7 @@
 #ifdef SCOPE_TEST_CUDA
 #include <cuda_runtime_api.h>
 
+#include "cuda/device.h"
 #include "cuda/stages.h"
 #endif
 
@@ -392,11 +393,23 @@ std::vector<DeviceMachine> device_machines() {
   uint64_t threshold = uint64_t{4} << 30;
   check(cudaDeviceGetDefaultMemPool(&memory, 0), "memory pool");
   check(cudaMemPoolSetAttribute(memory, cudaMemPoolAttrReleaseThreshold, &threshold), "memory pool");
+  // The portable kernels also as on GPUs with less shared memory than this one: a launch that asks for more fails.
+  static cuda::Device small = *opened.exec.device;
+  small.shared_bytes = cuda::kLeastSharedBytes;
   std::vector<DeviceMachine> machines;
-  for (const char* kernels : {"portable", "wgmma"}) {
+  const struct {
+    const char *name, *kernels;
+    const cuda::Device* device;
+  } ways[] = {{"portable", "portable", opened.exec.device},
+              {"portable, 99 KiB", "portable", &small},
+              {"wgmma", "wgmma", opened.exec.device}};
+  for (const auto& way : ways) {
     try {
-      for (Exec& exec : execs) backend().configure(exec, kernels, Products::bf16);
-      machines.push_back({kernels, execs});
+      for (Exec& exec : execs) {
+        exec.device = way.device;
+        backend().configure(exec, way.kernels, Products::bf16);
+      }
+      machines.push_back({way.name, execs});
     } catch (const Error& error) {
       require(error.status() == Status::unsupported, error.status(), "{}", error.what());
     }

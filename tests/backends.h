@@ -50,7 +50,8 @@ struct Limits {
 const Limits& limits();
 bool testing_cuda();
 
-// Every way to run CUDA stages here: kernels for this device and portable ones, on two streams each. None without a GPU.
+// Every way to run CUDA stages here: kernels for this device and portable ones, these also within the shared memory of
+// consumer GPUs, on two streams each. None without a GPU.
 struct DeviceMachine {
   const char* name;
   std::vector<Exec> streams;

@@ -385,6 +385,7 @@ template <class T, int kDim, int kHalves, bool kDense, bool kBytes>
 void launch(const Exec& exec, const AttendLaunch& at) {
   const auto kernel = attend_kernel<T, kDim, kHalves, kDense, kBytes>;
   constexpr int kShared = sizeof(Shared<kDim, kHalves, kBytes>);
+  static_assert(kShared <= kLeastSharedBytes);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "attend_sm80");
   int blocks = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kShared), "attend_sm80");

@@ -164,11 +164,11 @@ __global__ void __launch_bounds__(kCentreParts* kMostDim)
     centre_kernel(bool centred, int64_t codes, int dim, PerHead<const float> means, PerHead<const int32_t> finite,
                   PerHead<float> centres, PerHead<float> codebooks, const __grid_constant__ Places places) {
   __shared__ double sums[kCentreParts][kMostDim];
-  __shared__ int64_t rows[kCentreParts];
+  __shared__ int32_t rows[kCentreParts];
   const int64_t head = blockIdx.x;
   const int k = threadIdx.x % kMostDim, part = threadIdx.x / kMostDim;
   double sum = 0;
-  int64_t count = 0;
+  int32_t count = 0;
   for (int64_t r = part; r < codes; r += kCentreParts) {
     const int32_t n = finite[head][r];
     count += n;

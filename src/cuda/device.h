@@ -16,6 +16,9 @@ struct Device {
   int64_t memory_bytes = 0;
 };
 
+// Of shared_bytes: consumer GPUs (sm_86, sm_89, sm_120) have this much, all others more.
+inline constexpr int64_t kLeastSharedBytes = 99 << 10;
+
 // Codes that select sorts for one group where it keeps whole codes.
 inline constexpr int64_t kMostRankedCodes = 4096;
 

@@ -329,9 +329,11 @@ template <int kSteps, class Tiles>
 __device__ void share_tiles(const Work& w, int subsets, int rows_per_tile, Tiles tiles_of) {
   const int tiles = static_cast<int>((w.seen + rows_per_tile - 1) / rows_per_tile);
   const int64_t total = int64_t{tiles} * subsets * w.heads;
-  int64_t begin = total * blockIdx.x / gridDim.x;
-  const int64_t end = total * (blockIdx.x + 1) / gridDim.x;
-  while (begin < end) {
+  for (int done = 0;;) {
+    int block;  // read anew, and all that follows from it: the rows of a tile leave no registers to keep it in
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    const int64_t begin = total * block / gridDim.x + done, end = total * (block + 1) / gridDim.x;
+    if (begin == end) return;
     const auto problem = static_cast<int>(begin / tiles);
     int m = 0;  // the subset number problem % subsets of those with kSteps
     for (int before = problem % subsets; w.subset[m].steps != kSteps || before > 0; ++m) {
@@ -339,8 +341,8 @@ __device__ void share_tiles(const Work& w, int subsets, int rows_per_tile, Tiles
     }
     const auto first = static_cast<int>(begin % tiles);
     const auto last = static_cast<int>(min(int64_t{tiles}, first + end - begin));
+    done += last - first;
     tiles_of(problem / subsets, m, first, last);
-    begin += last - first;
   }
 }
 

@@ -25,6 +25,9 @@ template <class... Parameters, class... Args>
 void launch(const Exec& exec, const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,
             int64_t shared_bytes, const Args&... args) {
   if (blocks > INT32_MAX) fail(Status::size_limit, std::string(name) + ": too many blocks for one launch");
+  if (shared_bytes > exec.device->shared_bytes) {  // which the tests make less than the device has
+    fail(Status::internal, std::string(name) + ": more shared memory than a block can have");
+  }
   if (shared_bytes > 0) {  // more than 48 KiB must be asked for
     const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     check(cudaFuncSetAttribute(kernel, most, static_cast<int>(shared_bytes)), name);

@@ -7,14 +7,12 @@ namespace scope::cuda {
 
 namespace {
 
-constexpr int kKeepThreads = 1024;
-constexpr int kSolveThreads = 512;  // of one round for a sample: with more, its registers would spill
+constexpr int kThreads = 512;  // with more, registers would spill
 
 // One argument: of three smaller ones, the compiler would hold more in registers.
 struct KeepLaunch : CodesOrder, CodesRule, CodesSpace {};
 
-// One head's groups, all of whose orders are known; for blocks of kThreads.
-template <int kThreads>
+// One head's groups, all of whose orders are known.
 struct Keeper {
   const ProxyLaunch& p;
   const KeepLaunch& a;
@@ -114,8 +112,7 @@ struct Keeper {
   }
 };
 
-template <int kThreads>
-__device__ Keeper<kThreads> keeper_of(const ProxyLaunch& p, const KeepLaunch& a, int64_t head) {
+__device__ Keeper keeper_of(const ProxyLaunch& p, const KeepLaunch& a, int64_t head) {
   int64_t sums[2] = {};  // codes that all keep, queries
   for (int r = threadIdx.x; r < p.codes; r += kThreads) sums[0] += a.always(head, r) ? 1 : 0;
   for (int c = threadIdx.x; c < p.groups; c += kThreads) sums[1] += a.sizes[head][c];
@@ -125,27 +122,27 @@ __device__ Keeper<kThreads> keeper_of(const ProxyLaunch& p, const KeepLaunch& a,
 
 // A round of the search for one bound of all heads; after the last, the bound whose density is nearest to the target, 0 if
 // even that keeps more.
-__global__ void __launch_bounds__(kSolveThreads, 1) solve_codes(ProxyLaunch p, KeepLaunch a, SampleSpace sample, int round) {
-  const auto keeper = keeper_of<kSolveThreads>(p, a, blockIdx.x);
+__global__ void __launch_bounds__(kThreads, 1) solve_codes(ProxyLaunch p, KeepLaunch a, SampleSpace sample, int round) {
+  const auto keeper = keeper_of(p, a, blockIdx.x);
   if (round == kCodeRounds) {
-    const Bracket b = narrowed<kSolveThreads>(sample, p.heads, p.count, a.target, round);
+    const Bracket b = narrowed<kThreads>(sample, p.heads, p.count, a.target, round);
     const double below = a.target - density_of(b.at_low, b.queries, p.count);
     const double above = density_of(b.at_high, b.queries, p.count) - a.target;
     if (threadIdx.x == 0) *sample.bound = b.high == 0 ? 0 : keeper.settled(below < above ? b.low : b.high);
     return;
   }
-  look<kSolveThreads>(sample, p.heads, p.count, a.target, round, keeper.head, keeper.queries,
-                      [&](double low, double quarter, int64_t(&pairs)[3]) {
-                        int inside[3] = {};
-                        keeper.pairs_at(low, quarter, 0, p.codes - keeper.always, inside, pairs);
-                      });
+  look<kThreads>(sample, p.heads, p.count, a.target, round, keeper.head, keeper.queries,
+                 [&](double low, double quarter, int64_t(&pairs)[3]) {
+                   int inside[3] = {};
+                   keeper.pairs_at(low, quarter, 0, p.codes - keeper.always, inside, pairs);
+                 });
 }
 
-__global__ void __launch_bounds__(kKeepThreads) keep_codes(ProxyLaunch p, KeepLaunch a) {
+__global__ void __launch_bounds__(kThreads) keep_codes(ProxyLaunch p, KeepLaunch a) {
   const int64_t head = blockIdx.x;
-  const auto keeper = keeper_of<kKeepThreads>(p, a, head);
+  const auto keeper = keeper_of(p, a, head);
   const double bound = a.target == 0 ? a.given : a.solved != nullptr ? *a.solved : keeper.solve();
-  for (int c = threadIdx.x; c < p.groups; c += kKeepThreads) {
+  for (int c = threadIdx.x; c < p.groups; c += kThreads) {
     int kept = 0;
     if (a.sizes[head][c] > 0) {
       kept = keeper.codes_kept(c, bound, keeper.searches() ? keeper.within(c, bound, 0, p.codes - keeper.always) : 0);
@@ -165,14 +162,14 @@ __global__ void __launch_bounds__(kKeepThreads) keep_codes(ProxyLaunch p, KeepLa
 void solve_codes_pass(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesRule& rule,
                       const CodesSpace& space, const SampleSpace& sample) {
   for (int round = 0; round <= kCodeRounds; ++round) {
-    launch(exec, "solve_codes", solve_codes, round < kCodeRounds ? p.heads : 1, kSolveThreads, 0, p,
+    launch(exec, "solve_codes", solve_codes, round < kCodeRounds ? p.heads : 1, kThreads, 0, p,
            KeepLaunch{order, rule, space}, sample, round);
   }
 }
 
 void keep_codes_pass(const Exec& exec, const ProxyLaunch& p, const CodesOrder& order, const CodesRule& rule,
                      const CodesSpace& space) {
-  launch(exec, "keep_codes", keep_codes, p.heads, kKeepThreads, 0, p, KeepLaunch{order, rule, space});
+  launch(exec, "keep_codes", keep_codes, p.heads, kThreads, 0, p, KeepLaunch{order, rule, space});
 }
 
 }  // namespace scope::cuda

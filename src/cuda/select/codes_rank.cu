@@ -96,13 +96,18 @@ __device__ void sort_keys(uint64_t (&key)[kEach], uint64_t* shared) {
 }
 
 enum class Ranking { weight, error, score };
+// On a multiprocessor at a time, as far as the registers go.
+template <int kEach, Ranking kBy>
+constexpr int kRankBlocks = kEach > 4               ? 1
+                            : kBy == Ranking::error ? 3
+                                                    : 4;
 
 // One argument: of two smaller ones, the compiler would hold more in registers.
 struct RankLaunch : CodesOrder, CodesSpace {};
 
 // A block for each group: what a code weighs in it, and where that places the code.
 template <int kEach, Ranking kBy>
-__global__ void __launch_bounds__(kRankThreads, kEach <= 4 ? 4 : 1) rank_codes(ProxyLaunch p, RankLaunch a) {
+__global__ void __launch_bounds__(kRankThreads, kRankBlocks<kEach, kBy>) rank_codes(ProxyLaunch p, RankLaunch a) {
   __shared__ uint64_t shared[kRankThreads * kEach];
   __shared__ float highs[kRankWarps];
   const int64_t head = blockIdx.x / p.groups, group = blockIdx.x % p.groups;

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kHistogramThreads, 1) codes_histogram(ProxyLau
 
 constexpr int kPlainThreads = 256, kPlainTile = kPlainThreads;
 
-__global__ void __launch_bounds__(kPlainThreads) plain_histogram(ProxyLaunch p, SelectSpace s, Bins bins) {
+__global__ void __launch_bounds__(kPlainThreads, 2) plain_histogram(ProxyLaunch p, SelectSpace s, Bins bins) {
   extern __shared__ uint4 shared[];
   auto* histogram = reinterpret_cast<uint32_t*>(shared);
   const int warp = warp_index(), lane = threadIdx.x % 32;
