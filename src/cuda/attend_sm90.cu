@@ -40,9 +40,6 @@ constexpr int kTiles = 4;  // tiles announced to the consumers
 constexpr int kLoaderWarps = 3, kLoaders = 32 * kLoaderWarps;
 constexpr int32_t kExtraKey = std::numeric_limits<int32_t>::min();  // flag: an extra key
 constexpr int32_t kNoKey = -1;
-// The float that an integer becomes when it is added to this one's bits, up to 2^22 either way, is their sum: logits in
-// bytes begin here, and need not be converted.
-constexpr float kWhole = 12582912.0f;
 
 // What values in bytes need besides: rows before they are transposed, and totals, because a product of e4m3 keeps 13 bits of
 // a sum.

@@ -1,4 +1,8 @@
 // Rounds queries and keys to s8 and values to e4m3, by factors that each head's own extremes give.
+#include <cuda_bf16.h>
+
+#include <type_traits>
+
 #include "core/numeric.h"
 #include "cuda/device/softmax_sm90.cuh"
 #include "cuda/quantise.h"
@@ -9,13 +13,17 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kChannels = 128, kLanes = 16, kEach = kChannels / kLanes;  // half a warp has a row, a lane 8 channels of it
-constexpr int kRows = kThreads / kLanes;                                 // rows of a block at a time
-constexpr int kParts = 32;          // of a head's tokens; sums are added up in their order
-constexpr float kTiny = 0x1p-100f;  // and below: as good as zero
+constexpr int kSlots = kThreads / kLanes;                                // rows of a block at a time
+constexpr int kRun = 4;                        // rows that half a warp reads before it uses any: memory is far
+constexpr int kBlockRows = 4 * kRun * kSlots;  // rows that a block rounds
+constexpr int kParts = 32;                     // of a head's tokens; sums are added up in their order
+constexpr float kTiny = 0x1p-100f;             // and below: as good as zero
 constexpr float kMostByte = 127, kMostE4m3 = 448;
 
-// What is known of a channel: of a part's rows, then of all.
-enum Extreme { kHighQ, kLowK, kHighK, kLowV, kHighV, kSumV, kCountV, kBeyond, kExtremes };
+enum class Kind { queries, keys, values };
+
+// What is known of a channel: of a part's rows, then of all. Beyond: NaN where something is not finite.
+enum Extreme { kHighQ, kBeyondQ, kLowK, kHighK, kBeyondK, kLowV, kHighV, kBeyondV, kSumV, kCountV, kExtremes };
 // What follows.
 enum Factor { kTimesQ, kCentreK, kTimesK, kCentreV, kTimesV, kUnitV, kUnitK, kFactors };  // kUnitK: the same in all
 
@@ -42,30 +50,36 @@ struct Source {
   // Queries that attend to something, and the i-th of them.
   __device__ int64_t queries(int64_t head) const { return offsets ? offsets[head][groups] : q_tokens; }
   __device__ const uint16_t* query(int64_t head, int64_t i) const { return q.row(head, order ? order[head][i] : i); }
-  __device__ bool is_valid(int64_t i) const {
-    return valid == nullptr || i >= k.count || (valid[i / 32] >> (i % 32) & 1) != 0;
-  }
+  __device__ bool is_valid(uint32_t i) const { return valid == nullptr || (valid[i / 32] >> (i % 32) & 1) != 0; }
   __host__ __device__ int64_t keys() const { return k.count + k.extra_count; }
 };
 
-// This lane's channels of a row; zeros from dim on.
-template <DType kType>
-__device__ void load(float (&x)[kEach], const uint16_t* row, int dim) {
+// This lane's channels of a row, in 16 bits; zeros from dim on.
+__device__ uint4 load(const uint16_t* row, int dim) {
   const int first = kEach * (threadIdx.x % kLanes);
-  const uint4 bits = first < dim ? *reinterpret_cast<const uint4*>(row + first) : uint4{};
-  const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+  return first < dim ? *reinterpret_cast<const uint4*>(row + first) : uint4{};
+}
+
+template <DType kType>
+__device__ void unpack(float (&x)[kEach], const uint32_t (&pairs)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 two = unpack<kType>(pairs[i]);
+    const float2 two = scope::cuda::unpack<kType>(pairs[i]);
     x[2 * i] = two.x, x[2 * i + 1] = two.y;
   }
+}
+template <DType kType>
+__device__ void unpack(float (&x)[kEach], const uint4& bits) {
+  unpack<kType>(x, {bits.x, bits.y, bits.z, bits.w});
 }
 
 __device__ float merge(int which, float a, float b) {
   switch (which) {
     case kSumV:
     case kCountV:
-    case kBeyond:
+    case kBeyondQ:
+    case kBeyondK:
+    case kBeyondV:
       return a + b;
     case kLowK:
     case kLowV:
@@ -75,77 +89,141 @@ __device__ float merge(int which, float a, float b) {
   }
 }
 
-// A block for each part of a head's tokens.
+// Two channels in 16 bits.
 template <DType kType>
-__global__ void __launch_bounds__(kThreads) measure_channels(Source in, float* parts) {
-  const int64_t head = blockIdx.x / kParts, part = blockIdx.x % kParts;
-  const int slot = threadIdx.x / kLanes;
-  float found[kExtremes][kEach];
-  for (int c = 0; c < kEach; ++c) {
-    found[kHighQ][c] = found[kSumV][c] = found[kCountV][c] = found[kBeyond][c] = 0;
-    found[kLowK][c] = found[kLowV][c] = kInfinity;
-    found[kHighK][c] = found[kHighV][c] = -kInfinity;
-  }
-  float x[kEach];
-  const auto each = [&](int64_t count, const auto& body) {
-    for (int64_t i = count * part / kParts + slot; i < count * (part + 1) / kParts; i += kRows) body(i);
+using Two = std::conditional_t<kType == DType::bf16, __nv_bfloat162, __half2>;
+
+// Extremes of a part of a head's rows, two channels an instruction: they are values, so 16 bits hold them.
+template <DType kType, Kind kKind>
+__device__ void measure_rows(const Source& in, int64_t head, int64_t part, float* to) {
+  constexpr bool queries = kKind == Kind::queries;
+  constexpr uint32_t kInf = kType == DType::bf16 ? 0x7f807f80 : 0x7c007c00, kSigns = 0x80008000;
+  const auto as_two = [](uint32_t bits) { return *reinterpret_cast<const Two<kType>*>(&bits); };
+  const auto as_bits = [](Two<kType> two) { return *reinterpret_cast<const uint32_t*>(&two); };
+  uint32_t low[4], high[4], beyond[4];
+  float sum[kEach], rows = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) low[i] = kInf, high[i] = queries ? 0 : kInf | kSigns, beyond[i] = 0;
+#pragma unroll
+  for (int c = 0; c < kEach; ++c) sum[c] = 0;
+
+  const auto add = [&](const uint4& row) {
+    const uint32_t pairs[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto x = as_two(queries ? pairs[i] & ~kSigns : pairs[i]);
+      high[i] = as_bits(__hmax2(as_two(high[i]), x));
+      low[i] = as_bits(__hmin2(as_two(low[i]), x));
+      beyond[i] = as_bits(__hfma2(x, as_two(0), as_two(beyond[i])));
+    }
+    if constexpr (kKind == Kind::values) {
+      float x[kEach];
+      unpack<kType>(x, row);
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) sum[c] += x[c];
+      rows += 1;
+    }
   };
-  each(in.queries(head), [&](int64_t i) {
-    load<kType>(x, in.query(head, i), in.dim);
-    for (int c = 0; c < kEach; ++c) {
-      found[kHighQ][c] = fmaxf(found[kHighQ][c], fabsf(x[c]));
-      found[kBeyond][c] = fmaf(x[c], 0, found[kBeyond][c]);  // NaN once x is not finite
+  // This part of `count` rows, of which row(i) is the i-th.
+  const auto scan = [&](int64_t count, const auto& row, const auto& counts) {
+    const auto end = static_cast<uint32_t>(count * (part + 1) / kParts);
+    auto i = static_cast<uint32_t>(count * part / kParts) + threadIdx.x / kLanes;
+    for (; i + (kRun - 1) * kSlots < end; i += kRun * kSlots) {
+      uint4 run[kRun];
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) run[r] = load(row(i + r * kSlots), in.dim);
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) {
+        if (counts(i + r * kSlots)) add(run[r]);
+      }
     }
-  });
-  each(in.keys(), [&](int64_t i) {
-    if (!in.is_valid(i)) return;
-    load<kType>(x, in.k.row(head, i, in.dim), in.dim);
-    for (int c = 0; c < kEach; ++c) {
-      found[kLowK][c] = fminf(found[kLowK][c], x[c]);
-      found[kHighK][c] = fmaxf(found[kHighK][c], x[c]);
-      found[kBeyond][c] = fmaf(x[c], 0, found[kBeyond][c]);
+#pragma unroll 1
+    for (; i < end; i += kSlots) {
+      if (counts(i)) add(load(row(i), in.dim));
     }
-    if (!in.values) return;
-    load<kType>(x, in.v.row(head, i, in.dim), in.dim);
-    for (int c = 0; c < kEach; ++c) {
-      found[kLowV][c] = fminf(found[kLowV][c], x[c]);
-      found[kHighV][c] = fmaxf(found[kHighV][c], x[c]);
-      found[kSumV][c] += x[c];
-      found[kCountV][c] += 1;
-      found[kBeyond][c] = fmaf(x[c], 0, found[kBeyond][c]);
+  };
+  const auto any = [](uint32_t) { return true; };
+  if constexpr (queries) {
+    const int64_t count = in.queries(head);
+    if (count < in.q_tokens) {
+      scan(
+          count, [&](uint32_t i) { return in.query(head, i); }, any);
+    } else {  // all of them, in any order
+      scan(
+          count, [&](uint32_t i) { return in.q.row(head, i); }, any);
     }
-  });
+  } else {
+    const Rows& from = kKind == Kind::keys ? in.k : in.v;
+    scan(
+        from.count, [&](uint32_t i) { return from.real.row(head, i); }, [&](uint32_t i) { return in.is_valid(i); });
+    scan(
+        from.extra_count, [&](uint32_t i) { return from.row(head, from.count + i, in.dim); }, any);
+  }
+
   __shared__ float warps[kWarps][kChannels];
-#pragma unroll
-  for (int which = 0; which < kExtremes; ++which) {
+  const auto write = [&](Extreme which, const float(&found)[kEach]) {
 #pragma unroll
     for (int c = 0; c < kEach; ++c) {
-      const float both = merge(which, found[which][c], __shfl_xor_sync(~0u, found[which][c], kLanes));
+      const float both = merge(which, found[c], __shfl_xor_sync(~0u, found[c], kLanes));
       if (threadIdx.x % 32 < kLanes) warps[threadIdx.x / 32][kEach * (threadIdx.x % kLanes) + c] = both;
     }
     __syncthreads();
     if (threadIdx.x < kChannels) {
       float all = warps[0][threadIdx.x];
       for (int w = 1; w < kWarps; ++w) all = merge(which, all, warps[w][threadIdx.x]);
-      parts[(blockIdx.x * int64_t{kExtremes} + which) * kChannels + threadIdx.x] = all;
+      to[which * kChannels + threadIdx.x] = all;
     }
     __syncthreads();
+  };
+  float x[kEach];
+  const auto write_pairs = [&](Extreme which, const uint32_t(&found)[4]) {
+    unpack<kType>(x, found);
+    write(which, x);
+  };
+  constexpr Extreme kHigh = queries ? kHighQ : kKind == Kind::keys ? kHighK : kHighV;
+  constexpr Extreme kBeyond = queries ? kBeyondQ : kKind == Kind::keys ? kBeyondK : kBeyondV;
+  write_pairs(kHigh, high);
+  write_pairs(kBeyond, beyond);
+  if constexpr (!queries) write_pairs(kKind == Kind::keys ? kLowK : kLowV, low);
+  if constexpr (kKind == Kind::values) {
+    write(kSumV, sum);
+    for (int c = 0; c < kEach; ++c) x[c] = rows;
+    write(kCountV, x);
+  }
+}
+
+// A block for each part of a head's queries, keys or values.
+template <DType kType>
+__global__ void __launch_bounds__(kThreads, 4) measure_channels(Source in, int64_t heads, float* parts) {
+  const int64_t part = blockIdx.x % (heads * kParts), head = part / kParts;
+  float* to = parts + part * kExtremes * kChannels;
+  switch (static_cast<Kind>(blockIdx.x / (heads * kParts))) {
+    case Kind::queries:
+      return measure_rows<kType, Kind::queries>(in, head, part % kParts, to);
+    case Kind::keys:
+      return measure_rows<kType, Kind::keys>(in, head, part % kParts, to);
+    case Kind::values:
+      return measure_rows<kType, Kind::values>(in, head, part % kParts, to);
   }
 }
 
 // A block for each head, a thread for each channel. Keys are taken off the middle of their range, which leaves the least to
 // be rounded, and queries and keys share their channels' ranges, so that one that stands out costs both the same.
-__global__ void __launch_bounds__(kChannels) choose_factors(const float* parts, float* channels, uint32_t* beyond) {
+__global__ void __launch_bounds__(kChannels)
+    choose_factors(const float* parts, bool values, float* channels, uint32_t* beyond) {
   const int64_t head = blockIdx.x;
   const int c = static_cast<int>(threadIdx.x);
-  float found[kExtremes];
+  float found[kExtremes] = {};
 #pragma unroll
   for (int which = 0; which < kExtremes; ++which) {
+    if (which >= kLowV && !values) break;
     const float* from = parts + (head * kParts * kExtremes + which) * kChannels + c;
-    found[which] = from[0];
-    for (int part = 1; part < kParts; ++part) {
-      found[which] = merge(which, found[which], from[int64_t{part} * kExtremes * kChannels]);
-    }
+    float each[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) each[part] = from[int64_t{part} * kExtremes * kChannels];
+    found[which] = each[0];
+#pragma unroll
+    for (int part = 1; part < kParts; ++part) found[which] = merge(which, found[which], each[part]);
   }
   // Sums, so that nothing overflows while halves are finite.
   const float centre = 0.5f * found[kLowK] + 0.5f * found[kHighK];
@@ -173,25 +251,19 @@ __global__ void __launch_bounds__(kChannels) choose_factors(const float* parts, 
   to[kCentreV * kChannels] = mean;
   to[kTimesV * kChannels] = spread ? kMostE4m3 / far : 0;
   to[kUnitV * kChannels] = spread ? far / kMostE4m3 : 0;
-  const bool any = __syncthreads_or(isnan(found[kBeyond]) ? 1 : 0) != 0;
+  const bool any = __syncthreads_or(isnan(found[kBeyondQ] + found[kBeyondK] + found[kBeyondV]) ? 1 : 0) != 0;
   if (c == 0) beyond[head] = any ? 1 : 0;
 }
 
-__device__ float half_warp(float x, bool sum) {
-#pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    const float other = __shfl_xor_sync(~0u, x, step);
-    x = sum ? x + other : fmaxf(x, other);
-  }
-  return x;
-}
-
+// Of whole numbers from -127 to 127, added to kWhole, the lowest bytes are what is asked for.
 __device__ uint2 to_s8(const float (&x)[kEach]) {
-  uint32_t words[2] = {0, 0};
+  uint32_t words[2];
 #pragma unroll
-  for (int c = 0; c < kEach; ++c) {
-    const int whole = max(-127, min(127, __float2int_rn(x[c])));
-    words[c / 4] |= (static_cast<uint32_t>(whole) & 255u) << (8 * (c % 4));
+  for (int i = 0; i < 2; ++i) {
+    uint32_t whole[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) whole[c] = __float_as_uint(__fadd_rn(x[4 * i + c], kWhole));
+    words[i] = __byte_perm(__byte_perm(whole[0], whole[1], 0x0040), __byte_perm(whole[2], whole[3], 0x0040), 0x5410);
   }
   return {words[0], words[1]};
 }
@@ -203,73 +275,145 @@ __device__ uint2 to_e4m3(const float (&x)[kEach]) {
   return {words[0], words[1]};
 }
 
-enum class Kind { queries, keys, values };
+// Where bytes go, and with queries their factors.
+struct Bytes {
+  int pitch;
+  uint8_t *q, *k, *v;
+  float *unit, *shift;
 
-// Half a warp for each row, blocks one after the other over the heads.
-template <DType kType, Kind kKind>
-__global__ void __launch_bounds__(kThreads)
-    round_rows(Source in, int64_t rows, int64_t blocks_of_head, const float* channels, int pitch, uint8_t* to, float* unit,
-               float* shift) {
-  const int64_t head = blockIdx.x / blocks_of_head;
-  const int lane = threadIdx.x % kLanes;
-  const float* factors = channels + head * kFactors * kChannels + kEach * lane;
-  constexpr int kTimes = kKind == Kind::queries ? kTimesQ : kKind == Kind::keys ? kTimesK : kTimesV;
-  constexpr int kCentre = kKind == Kind::values ? kCentreV : kCentreK;
-  float times[kEach], centre[kEach], x[kEach];
-  for (int c = 0; c < kEach; ++c) {
-    times[c] = factors[kTimes * kChannels + c];
-    centre[c] = factors[kCentre * kChannels + c];
+  // This lane's part of a row.
+  __device__ void write(uint8_t* row, const uint2& bytes) const {
+    const int first = kEach * (threadIdx.x % kLanes);
+    if (first < pitch) *reinterpret_cast<uint2*>(row + first) = bytes;
   }
-  const int64_t count = kKind == Kind::queries ? in.queries(head) : rows;
-  for (int64_t first = blockIdx.x % blocks_of_head * kRows; first < count; first += blocks_of_head * kRows) {
-    const int64_t i = first + threadIdx.x / kLanes;
-    const bool real = i < count;
-    const int64_t from = real ? i : count - 1;
-    if constexpr (kKind == Kind::queries) {
-      load<kType>(x, in.query(head, from), in.dim);
-      float high = 0, along = 0;
+};
+
+// This lane's channels of a head's factor.
+__device__ void read_factor(float (&x)[kEach], const float* channels, int64_t head, Factor which) {
+  const float* from = channels + (head * kFactors + which) * kChannels + kEach * (threadIdx.x % kLanes);
+#pragma unroll
+  for (int i = 0; i < kEach; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+  }
+}
+
+// Four rows' values, merged over half a warp: its lanes 4 r to 4 r + 3 get those of row r.
+template <class Merge>
+__device__ float merge_four(const float (&x)[4], const Merge& merge) {
+  const auto swap = [&](float low, float high, int step) {  // lanes with this bit keep the high one
+    const bool keeps_high = (threadIdx.x & step) != 0;
+    return merge(keeps_high ? high : low, __shfl_xor_sync(~0u, keeps_high ? low : high, step));
+  };
+  float all = swap(swap(x[0], x[2], 8), swap(x[1], x[3], 8), 4);
+  for (int step = 2; step > 0; step /= 2) all = merge(all, __shfl_xor_sync(~0u, all, step));
+  return all;
+}
+
+// The kernels below: half a warp for each run of rows, a block for kBlockRows.
+
+template <DType kType>
+__device__ void round_queries(const Source& in, int64_t head, int64_t block, const float* channels, const Bytes& to) {
+  static_assert(kRun == 4 && kLanes == 16);
+  const int lane = threadIdx.x % kLanes;
+  const int64_t start = block * kBlockRows, place = head * in.q_tokens + start;
+  const int count = static_cast<int>(min(in.queries(head) - start, int64_t{kBlockRows}));
+  const float k_unit = channels[(head * kFactors + kUnitK) * kChannels];
+  float times[kEach], centre[kEach];
+  read_factor(times, channels, head, kTimesQ);
+  read_factor(centre, channels, head, kCentreK);
+  for (int turn = 0; turn < count; turn += kRun * kSlots) {
+    const int first = turn + static_cast<int>(threadIdx.x) / kLanes * kRun;
+    uint4 run[kRun];
+    float x[kEach], high[kRun], along[kRun];
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) run[r] = load(in.query(head, start + min(first + r, count - 1)), in.dim);
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) {
+      unpack<kType>(x, run[r]);
+      high[r] = along[r] = 0;
+#pragma unroll
       for (int c = 0; c < kEach; ++c) {
-        along = fmaf(x[c], centre[c], along);
-        x[c] *= times[c];
-        high = fmaxf(high, fabsf(x[c]));
+        along[r] = fmaf(x[c], centre[c], along[r]);
+        high[r] = fmaxf(high[r], fabsf(x[c] * times[c]));
       }
-      high = half_warp(high, false);
-      along = half_warp(along, true);
-      const float over = high > kTiny ? kMostByte / high : 0;
-      for (int c = 0; c < kEach; ++c) x[c] *= over;
-      if (real && lane == 0) {
-        unit[head * rows + i] = (high > kTiny ? high / kMostByte : 1) * factors[kUnitK * kChannels];
-        shift[head * rows + i] = along;
-      }
-    } else {
-      load<kType>(x, (kKind == Kind::keys ? in.k : in.v).row(head, from, in.dim), in.dim);
-      for (int c = 0; c < kEach; ++c) x[c] = (x[c] - centre[c]) * times[c];
     }
-    if (real && kEach * lane < pitch) {
-      const uint2 bytes = kKind == Kind::values ? to_e4m3(x) : to_s8(x);
-      *reinterpret_cast<uint2*>(to + (head * rows + i) * pitch + kEach * lane) = bytes;
+    const float most = merge_four(high, [](float a, float b) { return fmaxf(a, b); });
+    const float shift = merge_four(along, [](float a, float b) { return a + b; });
+    const float over = most > kTiny ? kMostByte / most : 0;
+    if (lane % 4 == 0 && first + lane / 4 < count) {
+      const int64_t at = place + first + lane / 4;
+      to.unit[at] = (most > kTiny ? most / kMostByte : 1) * k_unit;
+      to.shift[at] = shift;
+    }
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) {
+      const float row_over = __shfl_sync(~0u, over, 4 * r, kLanes);
+      unpack<kType>(x, run[r]);
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) x[c] = x[c] * times[c] * row_over;
+      if (first + r < count) to.write(to.q + (place + first + r) * to.pitch, to_s8(x));
     }
   }
 }
 
+// Keys or values; the blocks of the extra rows follow those of the real ones.
 template <DType kType, Kind kKind>
-void launch_round(const Exec& exec, const char* name, const Source& in, int64_t heads, int64_t rows, const float* channels,
-                  int pitch, uint8_t* to, float* unit = nullptr, float* shift = nullptr) {
-  if (rows == 0) return;
-  const int64_t blocks =
-      std::min(ceil_div(rows, kRows), std::max<int64_t>(1, ceil_div(8 * exec.device->multiprocessors, heads)));
-  launch(exec, name, round_rows<kType, kKind>, heads * blocks, kThreads, 0, in, rows, blocks, channels, pitch, to, unit,
-         shift);
+__device__ void round_rows(const Source& in, int64_t head, int64_t block, const float* channels, const Bytes& to) {
+  constexpr bool keys = kKind == Kind::keys;
+  const Rows& rows = keys ? in.k : in.v;
+  const int64_t real_blocks = (rows.count + kBlockRows - 1) / kBlockRows;
+  const bool extra = block >= real_blocks;
+  const int64_t start = (extra ? block - real_blocks : block) * kBlockRows;
+  const int count = static_cast<int>(min((extra ? rows.extra_count : rows.count) - start, int64_t{kBlockRows}));
+  const int64_t place = (extra ? rows.count : 0) + start, step = extra ? in.dim : rows.real.row_step;
+  const uint16_t* from = rows.row(head, place, in.dim);
+  uint8_t* bytes = (keys ? to.k : to.v) + (head * in.keys() + place) * to.pitch;
+  float times[kEach], centre[kEach];
+  read_factor(times, channels, head, keys ? kTimesK : kTimesV);
+  read_factor(centre, channels, head, keys ? kCentreK : kCentreV);
+  for (int turn = 0; turn < count; turn += kRun * kSlots) {
+    const int first = turn + static_cast<int>(threadIdx.x) / kLanes * kRun;
+    uint4 run[kRun];
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) run[r] = load(from + step * min(first + r, count - 1), in.dim);
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) {
+      float x[kEach];
+      unpack<kType>(x, run[r]);
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) x[c] = (x[c] - centre[c]) * times[c];
+      if (first + r < count) to.write(bytes + (first + r) * to.pitch, keys ? to_s8(x) : to_e4m3(x));
+    }
+  }
+}
+
+// The blocks of every head's queries come first, then those of its keys and its values.
+template <DType kType>
+__global__ void __launch_bounds__(kThreads, 4)
+    round_all(Source in, int64_t heads, int64_t query_blocks, int64_t key_blocks, const float* channels, Bytes to) {
+  int64_t block = blockIdx.x;
+  if (block < heads * query_blocks) {
+    return round_queries<kType>(in, block / query_blocks, block % query_blocks, channels, to);
+  }
+  block -= heads * query_blocks;
+  if (block < heads * key_blocks) {
+    return round_rows<kType, Kind::keys>(in, block / key_blocks, block % key_blocks, channels, to);
+  }
+  block -= heads * key_blocks;
+  round_rows<kType, Kind::values>(in, block / key_blocks, block % key_blocks, channels, to);
 }
 
 template <DType kType>
-void quantise(const Exec& exec, const Source& in, int64_t heads, float* parts, float* channels, uint32_t* beyond, int pitch,
-              uint8_t* q, uint8_t* k, uint8_t* v, float* q_unit, float* q_shift) {
-  launch(exec, "measure_channels", measure_channels<kType>, heads * kParts, kThreads, 0, in, parts);
-  launch(exec, "choose_factors", choose_factors, heads, kChannels, 0, parts, channels, beyond);
-  launch_round<kType, Kind::queries>(exec, "round_queries", in, heads, in.q_tokens, channels, pitch, q, q_unit, q_shift);
-  launch_round<kType, Kind::keys>(exec, "round_keys", in, heads, in.keys(), channels, pitch, k);
-  if (in.values) launch_round<kType, Kind::values>(exec, "round_values", in, heads, in.keys(), channels, pitch, v);
+void quantise(const Exec& exec, const Source& in, int64_t heads, float* parts, float* channels, uint32_t* beyond,
+              const Bytes& to) {
+  const int kinds = in.values ? 3 : 2;
+  launch(exec, "measure_channels", measure_channels<kType>, kinds * heads * kParts, kThreads, 0, in, heads, parts);
+  launch(exec, "choose_factors", choose_factors, heads, kChannels, 0, parts, in.values, channels, beyond);
+  const int64_t query_blocks = ceil_div(in.q_tokens, kBlockRows);
+  const int64_t key_blocks = ceil_div(in.k.count, kBlockRows) + ceil_div(in.k.extra_count, kBlockRows);
+  launch(exec, "round_all", round_all<kType>, heads * (query_blocks + (kinds - 1) * key_blocks), kThreads, 0, in, heads,
+         query_blocks, key_blocks, channels, to);
 }
 
 }  // namespace
@@ -299,9 +443,8 @@ EightBits Quantiser::run(const Exec& exec, const AttendArgs& args, const uint16_
                   .v = {head_rows(args.v), extra_v, args.k.tokens, extra},
                   .valid = args.valid};
   const auto work = args.q.dtype == DType::bf16 ? quantise<DType::bf16> : quantise<DType::f16>;
-  work(exec, in, args.heads, parts_, channels_, beyond_, static_cast<int>(pitch_), q_, k_, v_, q_unit_, q_shift_);
-  return {.pitch = static_cast<int32_t>(pitch_),
-          .q = {q_, args.q.tokens * pitch_, pitch_},
+  work(exec, in, args.heads, parts_, channels_, beyond_, {static_cast<int>(pitch_), q_, k_, v_, q_unit_, q_shift_});
+  return {.q = {q_, args.q.tokens * pitch_, pitch_},
           .k = {k_, keys * pitch_, pitch_},
           .v = {v_, keys * pitch_, pitch_},
           .q_unit = {q_unit_, args.q.tokens},

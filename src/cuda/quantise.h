@@ -9,7 +9,7 @@ namespace scope::cuda {
 // With bytes a_i of a query and b_i of a key, q.k = unit * sum(a_i b_i) + shift. The shift is the query's own, so softmax
 // does not see it. A value is centre + unit * byte, in each channel.
 struct EightBits {
-  int32_t pitch;                          // bytes of a row, zeros from dim on
+  // Rows of 64 or 128 bytes, zeros from dim on.
   HeadRows<const uint8_t> q;              // s8 [q_tokens], in the order of the groups
   HeadRows<const uint8_t> k, v;           // s8 and e4m3 [k_tokens + extra]; v only for qkv8
   PerHead<const float> q_unit, q_shift;   // [q_tokens], in the order of the groups

@@ -11,6 +11,9 @@ namespace scope::cuda {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr float kLog2e = 1.44269504088896f;
+// The float that an integer becomes when it is added to this one's bits, up to 2^22 either way, is their sum: logits in
+// bytes begin here, and need not be converted; and a float added to it leaves the nearest integer in its bits.
+inline constexpr float kWhole = 12582912.0f;
 
 // Position in a ring of kCount slots that are filled and emptied in turn; one register.
 template <int kCount>
