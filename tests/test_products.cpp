@@ -237,6 +237,30 @@ TEST(ProductsOnDevice, CloseToExactAttention) {
   });
 }
 
+// Thousands of values on one side of the mean: sums of few bits would lose to every one of them.
+TEST(ProductsOnDevice, LongSumsOfOneSignKeepTheirSize) {
+  each_products([](const Exec& exec, Products products) {
+    constexpr int64_t kQueries = 100, kKept = 6000;
+    Random random(12);
+    Problem problem(random, DType::bf16, kQueries, 2 * kKept, 128, 0.1);
+    problem.add_group(kQueries);
+    for (int64_t j = 0; j < 2 * kKept; ++j) {
+      for (int64_t c = 0; c < 128; ++c) problem.v.set(j, c, (j < kKept ? 0.5 : -0.5) * (1 + random.uniform()));
+      if (j < kKept) problem.select(0, j);
+    }
+    AttendArgs args = problem.args();
+    args.products = products;
+    const Result ours(exec, args);
+    const auto exact = reference::attend(args);
+    double sum = 0, whole = 0;
+    for (int64_t t = 0; t < kQueries; ++t) {
+      for (int64_t c = 0; c < 128; ++c) sum += ours.at(t, c), whole += exact.out.data[static_cast<size_t>(t * 128 + c)];
+    }
+    RecordProperty(fmt::format("lost_{}", row(products).name), fmt::format("{:.5f}", 1 - sum / whole));
+    EXPECT_NEAR(sum / whole, 1, 0.01);
+  });
+}
+
 // One channel 100 times the rest, in each of the three.
 TEST(ProductsOnDevice, ChannelThatStandsOut) {
   each_products([](const Exec& exec, Products products) {

@@ -48,7 +48,7 @@ struct ForByteValues {};
 template <class C>
 struct ForByteValues<C, true> {
   alignas(1024) uint8_t raw[C::kRaw][C::kPanelBytes];
-  float totals[C::kConsumers][C::kSums];
+  float4 totals[C::kConsumers][C::kDim / 8][128];
 };
 
 template <class C>
@@ -409,7 +409,7 @@ struct Promotion {
 };
 template <class C>
 struct Promotion<C, true> {
-  static constexpr int kSpan = 32;  // blocks after which a sum is long
+  static constexpr int kSpan = 4;  // blocks after which a sum is long: what it loses, always towards zero, grows with it
   int blocks = 0;
   float high[2];  // that the totals were made under
 
@@ -417,9 +417,12 @@ struct Promotion<C, true> {
                               int group) {
     if (++blocks % kSpan != 0) return;
     if (blocks > kSpan) add(o, now, unit, shared, group);
-    float* totals = shared.totals[group] + threadIdx.x % 128;
+    float4(*totals)[128] = shared.totals[group];
 #pragma unroll
-    for (int i = 0; i < C::kDim / 2; ++i) totals[128 * i] = o[i], o[i] = 0;
+    for (int i = 0; i < C::kDim / 8; ++i) {
+      totals[i][threadIdx.x % 128] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
+      for (int j = 0; j < 4; ++j) o[4 * i + j] = 0;
+    }
     high[0] = now[0], high[1] = now[1];
   }
   __device__ void finish(float (&o)[C::kDim / 2], const float (&now)[2], const float (&unit)[2], Shared<C>& shared,
@@ -427,16 +430,20 @@ struct Promotion<C, true> {
     if (blocks >= kSpan) add(o, now, unit, shared, group);
   }
   // The warpgroups that share a tile hand their sums over where their totals were.
-  __device__ float* sums(Shared<C>& shared) const { return shared.totals[0]; }
+  __device__ float* sums(Shared<C>& shared) const { return reinterpret_cast<float*>(shared.totals); }
 
  private:
   __device__ void add(float (&o)[C::kDim / 2], const float (&now)[2], const float (&unit)[2], const Shared<C>& shared,
                       int group) const {
     float factor[2];
     for (int h = 0; h < 2; ++h) factor[h] = high[h] == -kInfinity ? 0.0f : exp2_approx((high[h] - now[h]) * unit[h]);
-    const float* totals = shared.totals[group] + threadIdx.x % 128;
+    const float4(*totals)[128] = shared.totals[group];
 #pragma unroll
-    for (int i = 0; i < C::kDim / 2; ++i) o[i] = fmaf(totals[128 * i], factor[i / 2 % 2], o[i]);
+    for (int i = 0; i < C::kDim / 8; ++i) {
+      const float4 four = totals[i][threadIdx.x % 128];
+      o[4 * i] = fmaf(four.x, factor[0], o[4 * i]), o[4 * i + 1] = fmaf(four.y, factor[0], o[4 * i + 1]);
+      o[4 * i + 2] = fmaf(four.z, factor[1], o[4 * i + 2]), o[4 * i + 3] = fmaf(four.w, factor[1], o[4 * i + 3]);
+    }
   }
 };
 
