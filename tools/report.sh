@@ -51,13 +51,13 @@ case $backend in
       profile clips_wan --model "$CLIPS_WAN" --steps 25 --example 0
       clips=(--model "$CLIPS_WAN" --clips 1,3 --steps 25 --profile "$profile")
       ablate held_clips_wan "${clips[@]}" --variants "$held" --density 0.05,0.1,0.2 --seeds 4 --no-control
-      ablate video_gpu_clips "${clips[@]}" --suite paper --seeds 3
     else
       echo "CLIPS_WAN is not set: clips-wan is left out"
     fi
     long=(--grid 21x45x80 --condition models/tiny-wan/held_out_720p.safetensors)
     profile tiny_wan_720p "${long[@]}" --seed 100
     ablate video_gpu_720p --suite paper "${long[@]}" --seeds 3 --profile "$profile"
+    if [ -n "${CLIPS_WAN:-}" ]; then ablate video_gpu_clips "${clips[@]}" --suite paper --seeds 2; fi
     ;;
   *) echo "BACKEND: got \"$backend\", expected cpu or cuda" >&2; exit 2 ;;
 esac
