@@ -119,7 +119,7 @@ class StepsRun {
     make_inputs();
     print_title();
     const int64_t repeat = options_.repeat, sparse = std::ssize(variants_) - 1;
-    int64_t passes = 1 + repeat + sparse * (1 + repeat);
+    int64_t passes = 1 + sparse * (1 + repeat);
     for (const StepsVariant& variant : variants_) passes += has_own_dense(variant) ? repeat : 0;
     progress_ = std::make_unique<Progress>("steps", passes * config_.layers);
     for (const StepsVariant& variant : variants_) {
@@ -198,10 +198,11 @@ class StepsRun {
     }
   }
 
-  // Where the dense calls of a schedule are not those of `dense`.
+  // Where the dense calls of a schedule are not those of `dense`; its own are.
   bool has_own_dense(const StepsVariant& variant) const {
     const Settings &own = variant.settings, &dense = variants_[0].settings;
-    return variant.dense + variant.clustering > 0 && (own.products != dense.products || own.kernel != dense.kernel);
+    const bool same = own.products == dense.products && own.kernel == dense.kernel;
+    return own.dense || (variant.dense + variant.clustering > 0 && !same);
   }
 
   void check_memory() const {
@@ -304,24 +305,27 @@ class StepsRun {
   StepsCase measure(const StepsVariant& variant) {
     StepsCase made;
     made.variant = &variant;
-    video::SelfAttention attention(*engine_, config_, variant.settings, grid_, branches_);
-    const auto median_of = [&](const auto& step_of) {
+    const auto median_of = [&](video::SelfAttention& attention, const auto& step_of) {
       std::vector<PassTime> passes;
       for (int64_t i = 0; i < options_.repeat; ++i) passes.push_back(time_pass(attention, step_of(i), variant.name));
+      made.peak_bytes = engine_->memory().used - used_before_;  // while everything is there
       return median_pass(passes);
     };
-    if (variant.settings.dense || has_own_dense(variant)) {
-      made.dense = median_of([](int64_t) { return 0; });
-      attention.forget();
+    if (has_own_dense(variant)) {
+      Settings settings = variant.settings;
+      settings.warm_prefix = false;  // K-means is added where the schedule has it
+      video::SelfAttention attention(*engine_, config_, settings, grid_, branches_);
+      made.dense = median_of(attention, [](int64_t) { return 0; });
     } else {
       made.dense = cases_[0].dense;
     }
     if (!variant.settings.dense) {
-      made.first = time_pass(attention, variant.first_sparse, variant.name);
-      made.warm = median_of([&](int64_t i) { return std::min(variant.first_sparse + 1 + i, steps_ - 1); });
+      video::SelfAttention attention(*engine_, config_, variant.settings, grid_, branches_);
+      const int64_t first = variant.first_sparse, last = first + variant.sparse - 1;
+      made.first = time_pass(attention, first, variant.name);
+      made.warm = median_of(attention, [&](int64_t i) { return std::min(first + 1 + i, last); });
     }
     made.run = run_seconds(made);
-    made.peak_bytes = engine_->memory().used - used_before_;  // while everything is there
     return made;
   }
 

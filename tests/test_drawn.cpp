@@ -168,7 +168,9 @@ TEST_F(Drawn, TensorsByTheirKind) {
   EXPECT_EQ(second->in, in - left);
   const auto a = matrix(*whole), b = matrix(*again), c = matrix(*first), d = matrix(*second);
   EXPECT_NE(a, b);
-  EXPECT_NE(std::vector<float>(d.begin(), d.begin() + std::ssize(c)), c);
+  int64_t same = 0;  // inputs of the first output
+  for (int64_t i = 0; i < left; ++i) same += c[static_cast<size_t>(i * out)] == d[static_cast<size_t>(i * out)] ? 1 : 0;
+  EXPECT_LT(same, left);
   for (const auto& x : {a, b, c, d}) {
     const double spread = 5.0 / std::sqrt(static_cast<double>(x.size())), variance = 1.0 / static_cast<double>(in);
     EXPECT_NEAR(moments(x).mean, 0, spread * std::sqrt(variance));
