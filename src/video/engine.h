@@ -1,10 +1,10 @@
 // What the transformer asks of a machine: memory, linear layers, and the few steps between them.
 #pragma once
 
-#include <compare>
 #include <map>
 #include <memory>
 #include <span>
+#include <tuple>
 #include <vector>
 
 #include "core/random.h"
@@ -34,7 +34,9 @@ struct LinearShape {
   int64_t rows, out, in;
   DType type;
   double flop() const { return 2.0 * static_cast<double>(rows) * static_cast<double>(out) * static_cast<double>(in); }
-  auto operator<=>(const LinearShape&) const = default;
+  bool operator<(const LinearShape& b) const {
+    return std::tie(rows, out, in, type) < std::tie(b.rows, b.out, b.in, b.type);
+  }
 };
 struct LinearTime {
   int64_t calls = 0;
