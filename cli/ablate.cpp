@@ -8,24 +8,21 @@
 #include <functional>
 #include <limits>
 #include <map>
-#include <set>
 
-#include "common.h"
+#include "ablation.h"
 #include "measure/video_quality.h"
 #include "methods/methods.h"
 #include "outputs.h"
-#include "plot.h"
-#include "video/fields.h"
 #include "video/media.h"
 #include "video_run.h"
 
 namespace scope::cli {
 
+namespace ablation {
+
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int64_t kMostResult = int64_t{64} << 20;  // bytes of a result to go on from
 
 struct AblateOptions : VideoInputs {
   std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, profile, resume, output, csv, plot, commit;
@@ -34,11 +31,6 @@ struct AblateOptions : VideoInputs {
   double shift = 0, guidance = 0, guidance_2 = 0;  // 0: the model's
   bool no_control = false;
   MachineFlags machine;
-};
-
-// One table: its variants at each of its densities (or values of rho), judged against the first.
-struct Table {
-  std::string title, variants, points;
 };
 
 // The ablations of the paper, which meet a density by the mean of the heads and let these differ, as the rows of SCOPE do,
@@ -60,72 +52,6 @@ const Table kPaper[] = {
     {"Schedules", "scope-paper,scope,scope-mean,scope-mean:dense_steps=0+dense_layers=0,fast,quality", "0.2"},
 };
 
-// One video of a variant beside the dense one of its seed. Seconds.
-struct Result {
-  double psnr = 0, pooled_psnr = 0, ssim = 0, worst_psnr = 0, density = 1;
-  double total = 0, dense_calls = 0, attend = 0, selection = 0, rest = 0;
-  double same_calls_dense = 0;  // the calls that ran sparse here, in the dense run
-  double dense_total = 0;
-  int64_t dense_count = 0, sparse_count = 0;  // calls
-
-  double sparse_calls() const { return attend + selection; }
-};
-
-// A variant at a density, or at a rho; results by seed.
-struct Row {
-  std::string variant;
-  double point = 1;  // NaN: it has densities of its own, and stands beside every point
-  Settings settings;
-  bool control = false, left_out = false;
-  std::vector<Result> results;
-  std::vector<std::string> notes;
-};
-
-template <class F>
-std::vector<double> each(const std::vector<Result>& results, F value) {
-  std::vector<double> out;
-  out.reserve(results.size());
-  for (const Result& result : results) out.push_back(std::invoke(value, result));
-  return out;
-}
-
-// Of the seeds, as a sample: n - 1. NaN for one seed.
-double deviation(const std::vector<double>& x) {
-  const double centre = mean(x);
-  double sum = 0;
-  for (const double value : x) sum += (value - centre) * (value - centre);
-  return std::sqrt(sum / static_cast<double>(x.size() - 1));
-}
-
-double median(std::vector<double> x) {
-  std::sort(x.begin(), x.end());
-  return (x[(x.size() - 1) / 2] + x[x.size() / 2]) / 2;
-}
-
-// How many times faster than dense, seed by seed: self-attention of the calls that ran sparse, and the whole run.
-double call_speedup(const Row& row) {
-  return median(each(row.results, [](const Result& r) { return r.same_calls_dense / r.sparse_calls(); }));
-}
-double run_speedup(const Row& row) {
-  return median(each(row.results, [](const Result& r) { return r.dense_total / r.total; }));
-}
-
-struct Paired {
-  double difference = 0, deviation = 0;  // dB
-  int64_t wins = 0;
-};
-Paired paired(const Row& row, const Row& against) {
-  std::vector<double> differences;
-  Paired out;
-  for (size_t i = 0; i < row.results.size(); ++i) {
-    differences.push_back(row.results[i].psnr - against.results[i].psnr);
-    out.wins += differences.back() > 0 ? 1 : 0;
-  }
-  out.difference = mean(differences);
-  out.deviation = deviation(differences);
-  return out;
-}
-
 std::string duration(double seconds) {
   return seconds < 120    ? fmt::format("{:.0f} s", seconds)
          : seconds < 7200 ? fmt::format("{:.0f} min", seconds / 60)
@@ -145,19 +71,23 @@ class Ablation {
             "--first-seed: got {}, and {} seeds from there on go past 2^63 - 1", options.first_seed, options.seeds);
     require(two_experts() || options.guidance_2 == 0, Status::invalid_argument,
             "--guidance-2: {} has one transformer, and --guidance is its", folder_);
-    steps_ = options.steps == 0 ? notes_.steps : options.steps;
+    found_.model = options.model;
+    found_.at = options.at;
+    found_.seeds = options.seeds;
+    found_.rgb = notes_.rgb;
+    found_.steps = options.steps == 0 ? notes_.steps : options.steps;
     takes_f32_ = finest_dtype(context_) == DType::f32;
-    compute_ = checked_compute(context_, options.compute);
+    found_.compute = checked_compute(context_, options.compute);
     require(notes_.grid[0] > 0 || !options.grid.empty(), Status::invalid_argument,
             "--grid: this model needs one, as TxHxW in tokens");
-    grid_ = options.grid.empty() ? notes_.grid : parse_grid(options.grid);
-    for (const int64_t n : grid_) {
+    found_.grid = options.grid.empty() ? notes_.grid : parse_grid(options.grid);
+    for (const int64_t n : found_.grid) {
       require(n <= config_.rope_max, Status::shape, "--grid: got {}, this model takes up to {} tokens along an axis",
-              io::join(grid_, "x"), config_.rope_max);
+              io::join(found_.grid, "x"), config_.rope_max);
     }
-    given_frames_ = notes_.rgb || config_.condition_channels > 0 || config_.needs_first_frame ? 1 : 0;
+    found_.given_frames = notes_.rgb || config_.condition_channels > 0 || config_.needs_first_frame ? 1 : 0;
     check_frames();
-    size_ = video::latent_size(config_, grid_);
+    size_ = video::latent_size(config_, found_.grid);
     inputs_ = options;
     const std::string held_out = pipeline_.transformers[0] + "/held_out.safetensors";
     if (inputs_.condition.empty() && io::exists(held_out)) inputs_.condition = held_out;
@@ -173,7 +103,7 @@ class Ablation {
   void declare(Outputs& outputs) const {
     for (const std::string& transformer : pipeline_.transformers) outputs.reads_model(transformer);
     outputs.reads("--model", folder_ + "/scheduler/scheduler_config.json");
-    for (const Row& row : rows_) outputs.reads(row.settings);
+    for (const Row& row : found_.rows) outputs.reads(row.settings);
   }
 
   // `done` is called after each seed.
@@ -182,9 +112,10 @@ class Ablation {
     for (int64_t seed = 0; seed < std::min(options_.seeds, std::ssize(clips_)); ++seed) {  // refused before any work
       make_request(seed, parse_method("dense", ""));
     }
-    if (!options_.resume.empty()) take_seeds();
-    if (finished()) return;
-    const auto engine = make_engine(context_, compute_);
+    found_.clips = std::ssize(clips_);
+    if (!options_.resume.empty()) take_seeds(found_, options_.resume, about(), context_);
+    if (found_.finished()) return;
+    const auto engine = make_engine(context_, found_.compute);
     Transformers model(pipeline_, *engine);
     std::unique_ptr<video::Engine> other_engine;
     std::optional<Transformers> other_model;
@@ -200,7 +131,7 @@ class Ablation {
     request.steps = 1;
     video::generate(model.opener(), request);
 
-    const int64_t begin = std::ssize(dense_), runs = (options_.seeds - begin) * (1 + std::ssize(rows_));
+    const int64_t begin = std::ssize(found_.dense), runs = (options_.seeds - begin) * (1 + std::ssize(found_.rows));
     progress_ = std::make_unique<Progress>("ablate", runs * passes * config_.layers);
     for (int64_t seed = begin; seed < options_.seeds; ++seed) {  // counted from the first
       const Video dense = make_video(model, seed, "dense", parse_method("dense", ""));
@@ -209,14 +140,14 @@ class Ablation {
              isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", runs, dense.sample.seconds,
              duration(dense.sample.seconds * static_cast<double>(runs)));
       }
-      dense_.push_back(compare(dense, dense));
-      for (Row& row : rows_) {
+      found_.dense.push_back(compare(dense, dense));
+      for (Row& row : found_.rows) {
         if (row.left_out) continue;
         const Video clip = make_video(row.control && takes_f32_ ? *other_model : model, seed, row.variant, row.settings);
         row.results.push_back(compare(dense, clip));
         if (seed == 0 && !row.control) check_first(row, clip.sample);
       }
-      std::erase_if(rows_, [](const Row& row) { return row.left_out; });
+      std::erase_if(found_.rows, [](const Row& row) { return row.left_out; });
       done();
       if (isatty(STDERR_FILENO) == 0 && options_.seeds > 1) {  // where there is no progress bar
         tell("seed {} of {} done\n", seed + 1, options_.seeds);
@@ -225,143 +156,11 @@ class Ablation {
     progress_.reset();
   }
 
-  void print() const {
-    fmt::print("{}\n",
-               bold(fmt::format("{} at {}, {} steps, {} seeds of {} clips, {}; {} threads, {}", options_.model,
-                                io::join(grid_, "x"), steps_, options_.seeds, clips_.size(), compute_, context_.threads(),
-                                context_.device().empty() ? context_.instruction_set() : context_.device())));
-    fmt::print("dense: {:.2f} s a video (median)\n", median(each(dense_, [](const Result& r) { return r.total; })));
-    for (const Row& row : rows_) {
-      if (!row.control) continue;
-      fmt::print("control, {}: {}{} (pooled {}), SSIM {:.4f}; what is near it cannot be told from rounding\n", row.variant,
-                 notes_.rgb ? "" : "latents ", psnr_text(row), decibel_text(mean(each(row.results, &Result::pooled_psnr))),
-                 mean(each(row.results, &Result::ssim)));
-    }
-    for (const Table& table : tables_) {
-      size_t width = 8;
-      for (const double point : points(table)) {
-        for (const Row* row : table_rows(table, point)) width = std::max(width, label(*row).size());
-      }
-      fmt::print("\n{}\n{:<{}}  {:>7}  {:>13}  {:>6}  {:>6}  {:>15}  {:>6}  {:>7}  {:>7}\n",
-                 bold(notes_.rgb ? table.title : table.title + ", by latents"), "", width, "density", "PSNR ± sd", "pooled",
-                 "SSIM", "paired ± sd", "wins", "calls", "run");
-      for (const double point : points(table)) {
-        const Row* first = nullptr;
-        for (const Row* row : table_rows(table, point)) {
-          if (first == nullptr) first = row;
-          const Paired pair = paired(*row, *first);
-          fmt::print("{:<{}}  {:>7.4f}  {:>13}  {:>6.2f}  {:>6.4f}  {:>15}  {:>6}  {:>6.2f}x  {:>6.2f}x\n", label(*row),
-                     width, mean(each(row->results, &Result::density)), psnr_text(*row),
-                     mean(each(row->results, &Result::pooled_psnr)), mean(each(row->results, &Result::ssim)),
-                     row == first ? "" : fmt::format("{:+.2f}{}", pair.difference, spread(pair.deviation)),
-                     row == first ? "" : fmt::format("{}/{}", pair.wins, row->results.size()), call_speedup(*row),
-                     run_speedup(*row));
-        }
-      }
-    }
-    fmt::print("\n");
-    for (const auto& [variant, why] : skipped_) fmt::print("not run: {}: {}\n", variant, why);
-    print_notes();
-    print_first_calls();
-    if (!notes_.rgb) {
-      fmt::print(
-          "PSNR and SSIM are of latents, each channel in [0, 1] by the dense video's least and greatest: they rank\n"
-          "variants of this model, and are no figures of frames.\n");
-    }
-    fmt::print(
-        "PSNR in dB and SSIM against the dense video of the same seed{}: mean and standard\n"
-        "deviation over seeds; paired: difference from the first line of the density or rho, seed by seed, and how many of "
-        "them "
-        "are\n"
-        "ahead; calls: self-attention of the calls that ran sparse, selection included, dense ÷ variant; run: whole video, "
-        "dense ÷\n"
-        "variant; both medians over seeds.\n",
-        given_frames_ > 0 ? ", without frame 0, which is given" : "");
-  }
-
-  bool finished() const { return std::ssize(dense_) == options_.seeds; }
-
-  nlohmann::ordered_json json() const {
-    nlohmann::ordered_json out = about();
-    out.update({{"finished", finished()},
-                {"seeds", dense_.size()},
-                {"machine", machine_json(context_)},
-                {"dense", {{"calls", {{"dense", dense_[0].dense_count}}}, {"seconds", seconds_columns(dense_)}}},
-                {"rows", nlohmann::ordered_json::array()},
-                {"tables", nlohmann::ordered_json::array()},
-                {"skipped", nlohmann::ordered_json::array()}});
-    for (const Row& row : rows_) out["rows"].push_back(row_json(row));
-    for (const Table& table : tables_) out["tables"].push_back(table_json(table));
-    for (const auto& [variant, why] : skipped_) out["skipped"].push_back({{"variant", variant}, {"why", why}});
-    return out;
-  }
-
-  std::string csv() const {
-    std::string out = fmt::format(
-        "variant,{0},seed,density,{1}psnr,{1}pooled_psnr,{1}ssim,"
-        "seconds,sparse_seconds,dense_seconds,same_calls_dense_seconds\n",
-        point_name(), notes_.rgb ? "" : "latents_");
-    for (const Row& row : rows_) {
-      for (size_t i = 0; i < row.results.size(); ++i) {
-        const Result& r = row.results[i];
-        out += fmt::format("\"{}\",{},{},{:.6f},{:.6f},{:.6f},{:.8f},{:.6f},{:.6f},{:.6f},{:.6f}\n", row.variant, row.point,
-                           i, r.density, r.psnr, r.pooled_psnr, r.ssim, r.total, r.sparse_calls(), r.dense_total,
-                           r.same_calls_dense);
-      }
-    }
-    return out;
-  }
-
-  // Of the table with the most densities.
-  Chart chart() const {
-    const Table& table = *std::max_element(tables_.begin(), tables_.end(), [](const Table& a, const Table& b) {
-      return split(a.points, ',').size() < split(b.points, ',').size();
-    });
-    Chart chart{.title = notes_.rgb ? "PSNR against dense, by density" : "PSNR of latents against dense, by density",
-                .x_label = "density of the sparse calls",
-                .y_label = "dB, mean over seeds",
-                .note = fmt::format("{} at {}, {} steps, {} seeds, {}", options_.model, io::join(grid_, "x"), steps_,
-                                    options_.seeds, compute_),
-                .series = {}};
-    for (const std::string& variant : split_methods(table.variants)) {
-      Series series{variant, {}};
-      for (const Row& row : rows_) {
-        if (row.variant != variant || row.control) continue;
-        const double psnr = mean(each(row.results, &Result::psnr));
-        if (std::isfinite(psnr)) series.points.emplace_back(mean(each(row.results, &Result::density)), psnr);
-      }
-      std::sort(series.points.begin(), series.points.end());
-      if (!series.points.empty()) chart.series.push_back(series);
-    }
-    return chart;
-  }
+  const Findings& found() const { return found_; }
+  const Context& context() const { return context_; }
+  nlohmann::ordered_json json() const { return to_json(found_, about(), context_); }
 
  private:
-  // What K-means costs in the first sparse call of a layer, which calls, run and selection hold.
-  void print_first_calls() const {
-    std::map<std::pair<double, int>, std::set<std::string>> variants;
-    for (const Row& row : rows_) {
-      const GroupingRow& group = scope::row(row.settings.group);
-      if (row.control || !group.iterates || !group.warm) continue;
-      variants[{row.settings.first_sample, row.settings.first_iterations}].insert(row.variant);
-    }
-    for (const auto& [at, names] : variants) {
-      fmt::print(
-          "first call of a layer: {} iterations of K-means, all but the last 2 over the share {} of the tokens, at least 8 "
-          "a cluster: {}\n",
-          at.second, at.first, fmt::join(names, ", "));
-    }
-  }
-
-  // Notes that say the same of several variants are one line.
-  void print_notes() const {
-    std::map<std::string, std::set<std::string>> variants;
-    for (const Row& row : rows_) {
-      for (const std::string& note : row.notes) variants[note.substr(row.variant.size() + 2)].insert(row.variant);
-    }
-    for (const auto& [note, names] : variants) fmt::print("{}: {}\n", note, fmt::join(names, ", "));
-  }
-
   struct Video {
     video::Sample sample;
     std::vector<io::Image> frames;  // of a model that gives them
@@ -370,8 +169,8 @@ class Ablation {
   bool two_experts() const { return pipeline_.transformers.size() == 2; }
 
   void check_frames() const {
-    require(grid_[0] > given_frames_, Status::shape,
-            "--grid: got {}, one frame, which is given to the model; expected at least two", io::join(grid_, "x"));
+    require(found_.grid[0] > found_.given_frames, Status::shape,
+            "--grid: got {}, one frame, which is given to the model; expected at least two", io::join(found_.grid, "x"));
   }
 
   void check_latents() const {
@@ -381,33 +180,24 @@ class Ablation {
     require(options_.images.empty(), Status::invalid_argument,
             "--image: this model's latents are a VAE's; put the encoded image into --condition");
     require(size_[1] >= kSsimWindow && size_[2] >= kSsimWindow, Status::shape,
-            "--grid: got {}, latents of {} x {} in a frame, and SSIM's window is {} x {}", io::join(grid_, "x"), size_[1],
-            size_[2], kSsimWindow, kSsimWindow);
+            "--grid: got {}, latents of {} x {} in a frame, and SSIM's window is {} x {}", io::join(found_.grid, "x"),
+            size_[1], size_[2], kSsimWindow, kSsimWindow);
   }
 
-  std::string other_compute() const { return compute_ == "bf16" ? "f32" : "bf16"; }
+  std::string other_compute() const { return found_.compute == "bf16" ? "f32" : "bf16"; }
 
   Plan make_plan(const Settings& settings) const {
-    return {context_, settings, video::attention_shape(config_, grid_, compute_ == "bf16" ? DType::bf16 : DType::f32)};
-  }
-
-  // What a row's point is of: a target density, or rho.
-  const char* point_name() const { return options_.at.at_rho() ? "rho" : "target"; }
-  // A density is in the table anyway.
-  std::string label(const Row& row) const {
-    return options_.at.at_rho() ? fmt::format("{} at rho {}", row.variant, row.point) : row.variant;
-  }
-  std::vector<double> points(const Table& table) const {
-    return options_.at.at_rho() ? options_.at.points() : parse_densities(table.points);
+    return {context_, settings,
+            video::attention_shape(config_, found_.grid, found_.compute == "bf16" ? DType::bf16 : DType::f32)};
   }
 
   // Every variant and point of the tables once; what cannot run is refused or, in a suite, said.
   void make_rows() {
     if (options_.suite.empty()) {
-      tables_ = {{"Variants", options_.variants.empty() ? "scope" : options_.variants,
-                  options_.at.at_rho() ? options_.at.rho : options_.at.density}};
+      found_.tables = {{"Variants", options_.variants.empty() ? "scope" : options_.variants,
+                        options_.at.at_rho() ? options_.at.rho : options_.at.density}};
     } else {
-      tables_.assign(std::begin(kPaper), std::end(kPaper));
+      found_.tables.assign(std::begin(kPaper), std::end(kPaper));
     }
     if (!options_.no_control) {
       Row row{.variant = takes_f32_ ? "dense in " + other_compute() : "dense:kernel=portable",
@@ -415,13 +205,13 @@ class Ablation {
               .control = true,
               .results = {},
               .notes = {}};
-      rows_.push_back(std::move(row));
+      found_.rows.push_back(std::move(row));
     }
     bool profiled = false;
-    for (const Table& table : tables_) {
+    for (const Table& table : found_.tables) {
       for (const std::string& variant : split_methods(table.variants)) {
-        for (const double point : points(table)) {
-          if (find_row(variant, point) != nullptr) continue;
+        for (const double point : found_.points(table)) {
+          if (found_.find_row(variant, point) != nullptr) continue;
           Settings settings = parse_method(variant, "", options_.at.set);
           require(!settings.dense, Status::invalid_argument,
                   "--variants: dense is what the others are compared with, and runs anyway");
@@ -434,35 +224,21 @@ class Ablation {
           check_effects(variant, "", {}, settings, {.device = options_.machine.on_device()});
           try {
             make_plan(settings);  // refuses what cannot run
-            rows_.push_back({variant, own ? std::nan("") : point, settings, false, false, {}, {}});
+            found_.rows.push_back({variant, own ? std::nan("") : point, settings, false, false, {}, {}});
           } catch (const Error& error) {
             leave_out(variant, error);
           }
         }
       }
     }
-    if (!options_.profile.empty() && !profiled) refuse_profile(tables_.front().variants);
+    if (!options_.profile.empty() && !profiled) refuse_profile(found_.tables.front().variants);
   }
 
   void leave_out(const std::string& variant, const Error& error) {
     if (options_.suite.empty() || error.status() != Status::unsupported) throw error;
     const std::pair<std::string, std::string> entry{variant, error.what()};
-    if (std::find(skipped_.begin(), skipped_.end(), entry) == skipped_.end()) skipped_.push_back(entry);
-  }
-
-  const Row* find_row(const std::string& variant, double point) const {
-    for (const Row& row : rows_) {
-      if (!row.control && row.variant == variant && (row.point == point || std::isnan(row.point))) return &row;
-    }
-    return nullptr;
-  }
-
-  std::vector<const Row*> table_rows(const Table& table, double point) const {
-    std::vector<const Row*> out;
-    for (const std::string& variant : split_methods(table.variants)) {
-      if (const Row* row = find_row(variant, point); row != nullptr) out.push_back(row);
-    }
-    return out;
+    if (std::find(found_.skipped.begin(), found_.skipped.end(), entry) == found_.skipped.end())
+      found_.skipped.push_back(entry);
   }
 
   // Seed s takes clip s modulo how many there are: samples of the condition, each with each image where some are given.
@@ -500,8 +276,8 @@ class Ablation {
 
   video::Request make_request(int64_t seed, const Settings& settings) {
     video::Request request;
-    request.grid = grid_;
-    request.steps = steps_;
+    request.grid = found_.grid;
+    request.steps = found_.steps;
     request.sampler = sampler();
     request.shift = shift();
     request.boundary = pipeline_.boundary;
@@ -513,7 +289,7 @@ class Ablation {
       read_latent_inputs(clip, options_.guidance, options_.guidance_2, pipeline_, config_, size_, request);
       guidance_ = request.guidance;
       guidance_2_ = request.guidance_2;
-      if (!request.first_frame.empty()) given_frames_ = 1;
+      if (!request.first_frame.empty()) found_.given_frames = 1;
       check_frames();
     }
     request.noise = video::make_noise(static_cast<uint64_t>(options_.first_seed + seed),
@@ -538,7 +314,7 @@ class Ablation {
       frames[at] = notes_.rgb ? compare_frames(dense.frames[at], clip.frames[at])
                               : compare_latents(dense.sample.latent, clip.sample.latent, size_, scale, i);
     });
-    const VideoQuality quality = summarise(std::move(frames), given_frames_);
+    const VideoQuality quality = summarise(std::move(frames), found_.given_frames);
     const auto seconds = seconds_json(clip.sample);
     Result out{.psnr = quality.mean_psnr,
                .pooled_psnr = quality.pooled_psnr,
@@ -570,12 +346,12 @@ class Ablation {
     for (const auto& call : sample.calls) {
       if (call.stats.reason != Reason::sparse) continue;
       const double target = std::isnan(row.point) ? row.settings.target_density : row.point;
-      Met& met = targets[density_at(row.settings, {call.layer, call.step, steps_}, target)];
+      Met& met = targets[density_at(row.settings, {call.layer, call.step, found_.steps}, target)];
       met.densities.push_back(call.stats.density);
       met.heads.insert(met.heads.end(), call.heads.begin(), call.heads.end());
     }
-    require(!targets.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one", steps_,
-            row.variant);
+    require(!targets.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one",
+            found_.steps, row.variant);
     if (options_.at.at_rho()) return;
     try {
       const Settings settings = make_plan(row.settings).settings;
@@ -595,14 +371,14 @@ class Ablation {
                                {"commit", options_.commit},
                                {"suite", options_.suite},
                                {"model", fs::path(folder_).filename().string()},
-                               {"grid", grid_},
-                               {"steps", steps_},
+                               {"grid", found_.grid},
+                               {"steps", found_.steps},
                                {"first_seed", options_.first_seed},
                                {"clips", clips_.size()},
                                {"clip_names", clip_names()},
                                {"condition", fs::path(inputs_.condition).filename().string()},
                                {"shift", shift()},
-                               {"compute", compute_}};
+                               {"compute", found_.compute}};
     if (!notes_.rgb) out.update({{"compared", "latents"}, {"guidance", guidance_}});
     if (sampler() == video::Sampler::unipc) out["sampler"] = "unipc";
     if (two_experts()) out.update({{"guidance_2", guidance_2_}, {"boundary", pipeline_.boundary}});
@@ -611,146 +387,6 @@ class Ablation {
   double shift() const { return options_.shift == 0 ? schedule_of(pipeline_, notes_).shift : options_.shift; }
   video::Sampler sampler() const { return schedule_of(pipeline_, notes_).sampler; }
 
-  // The seeds of another run of these videos, from its JSON, which is not trusted.
-  void take_seeds() {
-    const std::string& path = options_.resume;
-    const auto bytes = io::read_file(path, kMostResult);
-    const auto saved = video::parse_json({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
-    try {
-      const nlohmann::json mine = about(), machine = machine_json(context_);
-      for (const auto& [name, value] : mine.items()) {
-        require(saved.at(name) == value, Status::invalid_argument, "--resume: {} has {} {}, and this run {}", path, name,
-                video::shown(saved.at(name)), video::shown(value));
-      }
-      for (const char* name : {"gpu", "instruction_set"}) {
-        const std::string theirs = saved.at("machine").value(name, ""), own = machine.value(name, "");
-        require(theirs == own, Status::invalid_argument, "--resume: {} was made with {} \"{}\", and this run has \"{}\"",
-                path, name, theirs, own);
-      }
-      const auto seeds = saved.at("seeds").get<int64_t>();
-      require(seeds >= 1 && seeds <= options_.seeds, Status::invalid_argument,
-              "--resume: {} has {} seeds, expected at most those of --seeds, {}", path, seeds, options_.seeds);
-      dense_ = read_results(saved.at("dense"), seeds);
-      for (const auto& each : saved.at("skipped")) skipped_.emplace_back(each.at("variant"), each.at("why"));
-      for (Row& row : rows_) take_row(row, saved.at("rows"), seeds);
-      std::erase_if(rows_, [](const Row& row) { return row.left_out; });
-    } catch (const nlohmann::json::exception& error) {
-      fail(Status::format, "{}: this is no result of scope ablate: {}", path, error.what());
-    }
-  }
-
-  void take_row(Row& row, const nlohmann::json& all, int64_t seeds) {
-    const auto same = [&](const nlohmann::json& each) {
-      return each.at("variant") == row.variant && each.at("control") == row.control &&
-             (std::isnan(row.point) ? each.at(point_name()).is_null() : each.at(point_name()) == row.point);
-    };
-    const auto found = std::find_if(all.begin(), all.end(), same);
-    if (found == all.end()) {
-      row.left_out =
-          std::any_of(skipped_.begin(), skipped_.end(), [&](const auto& each) { return each.first == row.variant; });
-      require(row.left_out, Status::invalid_argument, "--resume: {} has no {} at {}", options_.resume, row.variant,
-              row.point);
-      return;
-    }
-    require(found->at("settings") == nlohmann::json(settings_json(row.settings)), Status::invalid_argument,
-            "--resume: {} has {} at {} with other settings", options_.resume, row.variant, row.point);
-    row.results = read_results(*found, seeds);
-    row.notes = found->at("notes");
-    for (const std::string& note : row.notes) {
-      require(note.starts_with(row.variant + ": "), Status::format, "{}: a note of {} is about another variant: {}",
-              options_.resume, row.variant, note);
-    }
-  }
-
-  // The columns of `row_json`, or of the dense videos.
-  std::vector<Result> read_results(const nlohmann::json& row, int64_t seeds) const {
-    std::vector<Result> out(static_cast<size_t>(seeds));
-    const auto fill = [&](const nlohmann::json& columns, const char* name, double Result::*value) {
-      const auto& column = columns.at(name);
-      require(column.is_array() && std::ssize(column) == seeds, Status::format, "{}: {} has not {} values", options_.resume,
-              name, seeds);
-      for (size_t i = 0; i < out.size(); ++i) out[i].*value = column[i].is_null() ? INFINITY : column[i].get<double>();
-    };
-    const auto& seconds = row.at("seconds");
-    fill(seconds, "total", &Result::total);
-    fill(seconds, "dense_calls", &Result::dense_calls);
-    fill(seconds, "sparse_attention", &Result::attend);
-    fill(seconds, "selection", &Result::selection);
-    fill(seconds, "rest", &Result::rest);
-    for (Result& result : out) {
-      result.dense_count = row.at("calls").at("dense");
-      result.sparse_count = row.at("calls").value("sparse", int64_t{0});
-    }
-    if (!row.contains("psnr")) return out;  // the dense videos
-    fill(row, "psnr", &Result::psnr);
-    fill(row, "pooled_psnr", &Result::pooled_psnr);
-    fill(row, "ssim", &Result::ssim);
-    fill(row, "worst_psnr", &Result::worst_psnr);
-    fill(row, "density", &Result::density);
-    fill(row, "same_calls_dense_seconds", &Result::same_calls_dense);
-    for (size_t i = 0; i < out.size(); ++i) out[i].dense_total = dense_[i].total;
-    return out;
-  }
-
-  static std::string decibel_text(double psnr) { return std::isinf(psnr) ? "equal" : fmt::format("{:.2f}", psnr); }
-  static std::string spread(double deviation) { return std::isfinite(deviation) ? fmt::format(" ± {:.2f}", deviation) : ""; }
-  static std::string psnr_text(const Row& row) {
-    const auto psnr = each(row.results, &Result::psnr);
-    return decibel_text(mean(psnr)) + spread(deviation(psnr));
-  }
-
-  static nlohmann::ordered_json seconds_columns(const std::vector<Result>& results) {
-    return {{"total", each(results, &Result::total)},
-            {"dense_calls", each(results, &Result::dense_calls)},
-            {"sparse_attention", each(results, &Result::attend)},
-            {"selection", each(results, &Result::selection)},
-            {"rest", each(results, &Result::rest)}};
-  }
-
-  nlohmann::ordered_json row_json(const Row& row) const {
-    nlohmann::ordered_json out{{"variant", row.variant},
-                               {point_name(), row.point},
-                               {"control", row.control},
-                               {"settings", settings_json(row.settings)},
-                               {"psnr", each(row.results, &Result::psnr)},
-                               {"pooled_psnr", each(row.results, &Result::pooled_psnr)},
-                               {"ssim", each(row.results, &Result::ssim)},
-                               {"worst_psnr", each(row.results, &Result::worst_psnr)},
-                               {"density", each(row.results, &Result::density)},
-                               {"calls", {{"dense", row.results[0].dense_count}, {"sparse", row.results[0].sparse_count}}},
-                               {"seconds", seconds_columns(row.results)},
-                               {"same_calls_dense_seconds", each(row.results, &Result::same_calls_dense)},
-                               {"notes", row.notes}};
-    return out;
-  }
-
-  nlohmann::ordered_json table_json(const Table& table) const {
-    nlohmann::ordered_json out{{"title", table.title}, {"lines", nlohmann::ordered_json::array()}};
-    for (const double point : points(table)) {
-      const Row* first = nullptr;
-      for (const Row* row : table_rows(table, point)) {
-        if (first == nullptr) first = row;
-        const Paired pair = paired(*row, *first);
-        const auto psnr = each(row->results, &Result::psnr);
-        out["lines"].push_back({{"variant", row->variant},
-                                {point_name(), row->point},
-                                {"density", mean(each(row->results, &Result::density))},
-                                {"psnr", mean(psnr)},
-                                {"psnr_deviation", deviation(psnr)},
-                                {"psnr_least", *std::min_element(psnr.begin(), psnr.end())},
-                                {"pooled_psnr", mean(each(row->results, &Result::pooled_psnr))},
-                                {"ssim", mean(each(row->results, &Result::ssim))},
-                                {"against", first->variant},
-                                {"paired_difference", pair.difference},
-                                {"paired_deviation", pair.deviation},
-                                {"wins", pair.wins},
-                                {"call_speedup", call_speedup(*row)},
-                                {"run_speedup", run_speedup(*row)}});
-      }
-    }
-    return out;
-  }
-
   const AblateOptions& options_;
   std::string folder_;
   video::Folder pipeline_;  // its transformers: of a folder that is one, itself
@@ -758,17 +394,11 @@ class Ablation {
   video::ModelConfig config_;
   Context context_;
   bool takes_f32_ = true;  // so that the control is the other type, and else another kernel
-  std::string compute_;
-  std::array<int64_t, 3> grid_ = {}, size_ = {};
-  int64_t given_frames_ = 1;  // the first, which do not count
+  std::array<int64_t, 3> size_ = {};
   double guidance_ = 1, guidance_2_ = 1;
   VideoInputs inputs_;
-  int64_t steps_ = 0;
   std::vector<VideoInputs> clips_;
-  std::vector<Table> tables_;
-  std::vector<Row> rows_;
-  std::vector<std::pair<std::string, std::string>> skipped_;
-  std::vector<Result> dense_;
+  Findings found_;
   std::unique_ptr<Progress> progress_;
 };
 
@@ -787,19 +417,21 @@ void run(const AblateOptions& options) {
   ablation.declare(outputs);
   // A long run that is stopped leaves its finished seeds.
   ablation.run([&] {
-    if (!options.output.empty() && !ablation.finished()) outputs.keep_unfinished(options.output, ablation.json());
+    if (!options.output.empty() && !ablation.found().finished()) outputs.keep_unfinished(options.output, ablation.json());
   });
   if (!options.output.empty()) write_json(outputs.open(options.output), ablation.json());
-  if (!options.csv.empty()) write_text(outputs.open(options.csv), ablation.csv());
-  if (!options.plot.empty()) write_text(outputs.open(options.plot), svg(ablation.chart()));
+  if (!options.csv.empty()) write_text(outputs.open(options.csv), csv(ablation.found()));
+  if (!options.plot.empty()) write_text(outputs.open(options.plot), svg(chart(ablation.found())));
   outputs.place();
-  ablation.print();
+  print(ablation.found(), ablation.context());
 }
 
 }  // namespace
 
+}  // namespace ablation
+
 void add_ablate(CLI::App& app) {
-  auto options = std::make_shared<AblateOptions>();
+  auto options = std::make_shared<ablation::AblateOptions>();
   CLI::App* command = app.add_subcommand(
       "ablate",
       "Generate the same videos densely and by variants of a method at matched density, and judge them by paired seeds.\n"
@@ -864,7 +496,7 @@ void add_ablate(CLI::App& app) {
   command->add_option("--plot", options->plot, "write PSNR by density as SVG");
   command->add_option("--commit", options->commit, "recorded in the JSON")->needs(output);
   options->machine.add(*command);
-  command->callback([options] { run(*options); });
+  command->callback([options] { ablation::run(*options); });
 }
 
 }  // namespace scope::cli

@@ -107,13 +107,13 @@ nlohmann::ordered_json cluster_json(const Context& context, const std::string& p
   const Input input = flags.read("");
   input.check_measurable("--qkv");
   const Grid grid = video_grid(input, 0);
-  constexpr int64_t kClusters = 10;
-  require(grid_tokens(grid) >= kClusters, Status::shape, "{}: {} tokens, expected at least {} for as many clusters", path,
-          grid_tokens(grid), kClusters);
+  constexpr int64_t kMapClusters = 10;
+  require(grid_tokens(grid) >= kMapClusters, Status::shape, "{}: {} tokens, expected at least {} for as many clusters", path,
+          grid_tokens(grid), kMapClusters);
   const std::vector<int64_t> frames = parse_frames("", grid[0], 5);
-  const ClusterMaps maps = make_cluster_maps(context, one_head(input, head), grid, Settings{}, kClusters);
+  const ClusterMaps maps = make_cluster_maps(context, one_head(input, head), grid, Settings{}, kMapClusters);
   nlohmann::ordered_json json{{"title", fmt::format("{}, head {}", std::filesystem::path(path).filename().string(), head)},
-                              {"clusters", kClusters},
+                              {"clusters", kMapClusters},
                               {"frames", frames}};
   const PanelSection section = cluster_section(maps, frames);
   for (size_t m = 0; m < section.rows.size(); ++m) {
