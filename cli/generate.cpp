@@ -30,7 +30,7 @@ namespace fs = std::filesystem;
 
 struct GenerateOptions : VideoInputs {
   std::string output, model = "tiny-wan", method = "scope", target_density, grid, noise, dump, dump_steps, dump_layers,
-                      compute, known, sampler, experts = "one", checkpoint, profile_out, profile_samples = "256";
+                      compute, known, sampler, experts = "auto", checkpoint, profile_out, profile_samples = "256";
   std::vector<std::string> set;
   int64_t steps = 0;  // 0: the model's
   int64_t checkpoint_every = 1;
@@ -282,7 +282,8 @@ void run(const GenerateOptions& options) {
   const auto engine = make_engine(context, compute);
   Transformers transformers(folder, *engine);
   const int64_t first_step = stopped ? stopped->steps_done : 0;
-  if (options.experts == "both") transformers.keep(request, first_step);
+  const bool both = two_experts && keeps_both(options.experts, folder, request, *engine);
+  if (both) transformers.keep(request, first_step);
   auto progress =
       std::make_unique<Progress>("generate " + options.method, count_passes(request, first_step) * config.layers);
   request.done = [&](const video::CallReport& call) {
@@ -313,6 +314,7 @@ void run(const GenerateOptions& options) {
                               {"layers", calls_json(sample, request.steps)}};
   if (two_experts) {
     const std::vector<int64_t> experts = video::experts_of(request);
+    json["experts"] = both ? "both" : "one";
     json["guidance_2"] = request.guidance_2;
     json["boundary"] = request.boundary;
     json["expert_steps"] = {std::count(experts.begin(), experts.end(), 0), std::count(experts.begin(), experts.end(), 1)};
@@ -420,8 +422,9 @@ void add_generate(CLI::App& app) {
       ->check(above(0, 1000));
   command
       ->add_option("--experts", options->experts,
-                   "in memory of two transformers: one, the second when its steps come, or both from the start")
-      ->check(CLI::IsMember({"one", "both"}))
+                   "in memory of two transformers: one, the second when its steps come, or both from the start; auto: both "
+                   "on a GPU that has room for them, otherwise one")
+      ->check(CLI::IsMember({"auto", "one", "both"}))
       ->capture_default_str();
   command
       ->add_option("--compute", options->compute,

@@ -11,6 +11,7 @@
 
 #include "io/png.h"
 #include "methods/methods.h"
+#include "video/footprint.h"
 #include "video/weights.h"
 
 namespace scope::cli {
@@ -237,6 +238,20 @@ int64_t count_passes(const video::Request& request, int64_t first_step) {
     passes += video::guidance_of(request, expert) == 1 ? 1 : 2;
   }
   return passes;
+}
+
+bool keeps_both(const std::string& experts, const video::Folder& folder, const video::Request& request,
+                const video::Engine& engine) {
+  bool both = experts == "both";
+  std::string why;
+  if (experts == "auto" && !engine.context.host()) {
+    const int64_t needed = video::two_experts_bytes(folder, request, engine), free = engine.memory().free;
+    both = needed <= free;
+    why = fmt::format(": both take up to {:.1f} GB of the {:.1f} GB that are free", static_cast<double>(needed) / 1e9,
+                      static_cast<double>(free) / 1e9);
+  }
+  fmt::print("{}{}\n", both ? "both experts in memory" : "one expert in memory at a time", why);
+  return both;
 }
 
 void Transformers::keep(const video::Request& request, int64_t first_step) {

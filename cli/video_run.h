@@ -49,6 +49,11 @@ video::Schedule schedule_of(const video::Folder& folder, const video::Notes& not
 // Forward passes of a request from a step on.
 int64_t count_passes(const video::Request& request, int64_t first_step = 0);
 
+// Whether both experts of a folder are to be in memory, by the value of --experts; auto: on a device with room for them and
+// for the request. Says so on stdout.
+bool keeps_both(const std::string& experts, const video::Folder& folder, const video::Request& request,
+                const video::Engine& engine);
+
 // The transformers of a folder on an engine. One that is not kept is read when it is asked for.
 class Transformers {
  public:

@@ -5,11 +5,13 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "cases.h"
 #include "io/safetensors.h"
 #include "methods/methods.h"
 #include "video/folder.h"
+#include "video/footprint.h"
 #include "video/sampler.h"
 #include "video/weights.h"
 
@@ -194,6 +196,31 @@ TEST(Wan22OnCpu, GuidanceOfEachExpert) {
   c.request.guidance = 1;
   c.request.guidance_2 = 3;
   EXPECT_EQ(std::ssize(run(c, *engine).calls), 2 * (first + 2 * second));
+}
+
+TEST(Wan22OnCpu, BothExpertsTakeTheirWeightsAndARun) {
+  Case c = read_case("wan22_t2v");
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  const auto needed = [&] { return two_experts_bytes(c.folder, c.request, *engine); };
+  int64_t weights = 0;
+  for (const std::string& expert : c.folder.transformers) {
+    for (const auto& [name, shape] : read_shapes(expert)) {
+      weights += 4 * std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+    }
+  }
+  EXPECT_GT(needed(), weights);
+  c.request.settings = find_method("scope").settings();
+  const int64_t guided = needed();
+  c.request.guidance = 1;
+  EXPECT_EQ(needed(), guided) << "the second expert has two branches still";
+  c.request.guidance_2 = 1;
+  const Plan plan(context, c.request.settings,
+                  attention_shape(read_model_config(c.folder.transformers[0]), c.request.grid, DType::f32));
+  EXPECT_EQ(guided - needed(), 2 * plan.state_bytes) << "of two layers";
+  const int64_t small = needed(), more = c.request.grid[1] * c.request.grid[2];
+  ++c.request.grid[0];
+  EXPECT_GT(needed(), small + 2 * more * 32 * 4) << "the residual stream of each pass, at least";
 }
 
 std::string refusal(const std::function<void()>& body) {

@@ -1,6 +1,8 @@
 // Opens a model on an engine that only counts what it is asked for.
 #include "video/footprint.h"
 
+#include "methods/methods.h"
+
 namespace scope::video {
 
 namespace {
@@ -57,6 +59,13 @@ int64_t model_bytes(std::string_view config, const Engine& like, const std::arra
   };
   make_model(config, drawn, engine)->start(grid, morton);
   return engine.counted;
+}
+
+int64_t two_experts_bytes(const Folder& folder, const Request& request, const Engine& like) {
+  const std::string& expert = folder.transformers[0];  // the other has the same shape
+  const int64_t model = model_bytes(read_text(expert + "/config.json"), like, request.grid, request.settings.method->morton);
+  const int64_t branches = request.guidance == 1 && request.guidance_2 == 1 ? 1 : 2;
+  return 2 * model + SelfAttention::bytes(like, read_model_config(expert), request.settings, request.grid, branches);
 }
 
 }  // namespace scope::video

@@ -132,13 +132,14 @@ with tempfile.TemporaryDirectory() as FOLDER:
     # A pipeline of two experts: sampler and shift are its scheduler's, one expert in memory or both give the same bits.
     pipeline, case = f"{CASES}/wan22_t2v", f"{CASES}/wan22_t2v/case.safetensors"
     two = ("--model", pipeline, "--grid", "3x4x5", "--condition", case, "--noise", case, "--steps", 6, "--method", "dense", "--guidance", 4, "--guidance-2", 3)
-    accept("-o", f"{FOLDER}/two", *two)
+    assert "one expert in memory at a time" in accept("-o", f"{FOLDER}/two", *two)
     got = tensors.load(f"{FOLDER}/two/latents.safetensors")[0]["latents"]
     assert np.abs(got - tensors.load(case)[0]["sample"]).max() < 1e-4
     run = json.load(open(f"{FOLDER}/two/run.json"))
-    assert {k: run[k] for k in ("model", "sampler", "shift", "guidance", "guidance_2", "boundary", "expert_steps")} == {
-        "model": "wan22_t2v", "sampler": "unipc", "shift": 3, "guidance": 4, "guidance_2": 3, "boundary": 875, "expert_steps": [2, 4]}, run
-    accept("-o", f"{FOLDER}/both", *two, "--experts", "both")
+    assert {k: run[k] for k in ("model", "experts", "sampler", "shift", "guidance", "guidance_2", "boundary", "expert_steps")} == {
+        "model": "wan22_t2v", "experts": "one", "sampler": "unipc", "shift": 3, "guidance": 4, "guidance_2": 3, "boundary": 875, "expert_steps": [2, 4]}, run
+    assert "both experts in memory" in accept("-o", f"{FOLDER}/both", *two, "--experts", "both")
+    assert json.load(open(f"{FOLDER}/both/run.json"))["experts"] == "both"
     assert read("two", "latents.safetensors") == read("both", "latents.safetensors")
     accept("-o", f"{FOLDER}/euler", *two, "--sampler", "euler", "--shift", 5)
     run = json.load(open(f"{FOLDER}/euler/run.json"))
