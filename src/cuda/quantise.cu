@@ -61,16 +61,16 @@ __device__ uint4 load(const uint16_t* row, int dim) {
 }
 
 template <DType kType>
-__device__ void unpack(float (&x)[kEach], const uint32_t (&pairs)[4]) {
+__device__ void unpack_row(float (&x)[kEach], const uint32_t (&pairs)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 two = scope::cuda::unpack<kType>(pairs[i]);
+    const float2 two = unpack<kType>(pairs[i]);
     x[2 * i] = two.x, x[2 * i + 1] = two.y;
   }
 }
 template <DType kType>
-__device__ void unpack(float (&x)[kEach], const uint4& bits) {
-  unpack<kType>(x, {bits.x, bits.y, bits.z, bits.w});
+__device__ void unpack_row(float (&x)[kEach], const uint4& bits) {
+  unpack_row<kType>(x, {bits.x, bits.y, bits.z, bits.w});
 }
 
 __device__ float merge(int which, float a, float b) {
@@ -118,13 +118,13 @@ __device__ void measure_rows(const Source& in, int64_t head, int64_t part, float
     }
     if constexpr (kKind == Kind::values) {
       float x[kEach];
-      unpack<kType>(x, row);
+      unpack_row<kType>(x, row);
 #pragma unroll
       for (int c = 0; c < kEach; ++c) sum[c] += x[c];
       rows += 1;
     }
   };
-  // This part of `count` rows, of which row(i) is the i-th.
+  // This part of `count` rows: row(i) is the i-th, and counts(i) whether it does.
   const auto scan = [&](int64_t count, const auto& row, const auto& counts) {
     const auto end = static_cast<uint32_t>(count * (part + 1) / kParts);
     auto i = static_cast<uint32_t>(count * part / kParts) + threadIdx.x / kLanes;
@@ -177,7 +177,7 @@ __device__ void measure_rows(const Source& in, int64_t head, int64_t part, float
   };
   float x[kEach];
   const auto write_pairs = [&](Extreme which, const uint32_t(&found)[4]) {
-    unpack<kType>(x, found);
+    unpack_row<kType>(x, found);
     write(which, x);
   };
   constexpr Extreme kHigh = queries ? kHighQ : kKind == Kind::keys ? kHighK : kHighV;
@@ -330,7 +330,7 @@ __device__ void round_queries(const Source& in, int64_t head, int64_t block, con
     for (int r = 0; r < kRun; ++r) run[r] = load(in.query(head, start + min(first + r, count - 1)), in.dim);
 #pragma unroll
     for (int r = 0; r < kRun; ++r) {
-      unpack<kType>(x, run[r]);
+      unpack_row<kType>(x, run[r]);
       high[r] = along[r] = 0;
 #pragma unroll
       for (int c = 0; c < kEach; ++c) {
@@ -349,7 +349,7 @@ __device__ void round_queries(const Source& in, int64_t head, int64_t block, con
 #pragma unroll
     for (int r = 0; r < kRun; ++r) {
       const float row_over = __shfl_sync(~0u, over, 4 * r, kLanes);
-      unpack<kType>(x, run[r]);
+      unpack_row<kType>(x, run[r]);
 #pragma unroll
       for (int c = 0; c < kEach; ++c) x[c] = x[c] * times[c] * row_over;
       if (first + r < count) to.write(to.q + (place + first + r) * to.pitch, to_s8(x));
@@ -380,7 +380,7 @@ __device__ void round_rows(const Source& in, int64_t head, int64_t block, const 
 #pragma unroll
     for (int r = 0; r < kRun; ++r) {
       float x[kEach];
-      unpack<kType>(x, run[r]);
+      unpack_row<kType>(x, run[r]);
 #pragma unroll
       for (int c = 0; c < kEach; ++c) x[c] = (x[c] - centre[c]) * times[c];
       if (first + r < count) to.write(bytes + (first + r) * to.pitch, keys ? to_s8(x) : to_e4m3(x));
