@@ -27,8 +27,7 @@ struct Config {
   static constexpr int kPanelBytes = kKeys * 128, kKeyBytes = kKeyPanels * kPanelBytes;
   static constexpr int kValueBytes = kByteValues ? kKeys * kDim : kValuePanels * kPanelBytes;
   static constexpr int kQueryPanelBytes = 64 * 128, kQueryBytes = kKeyPanels * kQueryPanelBytes;
-  static constexpr int kSteps = kByteKeys ? kDim / 32 : kDim / 16;  // of a product of queries and keys
-  static constexpr int kSums = kDim / 2 * 128;                      // floats of a warpgroup's outputs
+  static constexpr int kSums = kDim / 2 * 128;  // floats of a warpgroup's outputs
   static constexpr int kListKeys = kLists * kKeys;
   static constexpr int kFeederRegisters = 56, kConsumerRegisters = 152;
   static_assert(kDim % 64 == 0 && kKeys % 16 == 0);
@@ -548,14 +547,9 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
       const uint64_t b = k_at + k.slot() * (C::kKeyBytes >> 4);
       if constexpr (C::kByteKeys) {
 #pragma unroll
-        for (int i = 0; i < C::kSteps; ++i) wgmma_s8(bytes, q_at + (i * 32 >> 4), b + (i * 32 >> 4));
+        for (int i = 0; i < C::kDim / 32; ++i) wgmma_s8(bytes, q_at + (i * 32 >> 4), b + (i * 32 >> 4));
       } else {
-        wgmma_ss<C::kType, false>(s, q_at, b);
-#pragma unroll
-        for (int i = 1; i < C::kSteps; ++i) {
-          wgmma_ss<C::kType, true>(s, q_at + (i / 4 * C::kQueryPanelBytes + i % 4 * 32 >> 4),
-                                   b + (i / 4 * C::kPanelBytes + i % 4 * 32 >> 4));
-        }
+        multiply_rows<C::kType, C::kDim, C::kQueryPanelBytes, C::kPanelBytes>(s, q_at, b);
       }
       wgmma_commit();
     };

@@ -139,12 +139,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
     fence_async_proxy();
     wgmma_begin();
     const uint64_t b = k_at + k.slot() * (C::kBlockBytes >> 4);
-    wgmma_ss<C::kType, false>(s, q_at, b);
-#pragma unroll
-    for (int i = 1; i < C::kDim / 16; ++i) {
-      const int step = i / 4 * C::kPanelBytes + i % 4 * 32 >> 4;
-      wgmma_ss<C::kType, true>(s, q_at + step, b + step);
-    }
+    multiply_rows<C::kType, C::kDim, C::kPanelBytes, C::kPanelBytes>(s, q_at, b);
     wgmma_commit();
   };
   const auto start_pv = [&] {

@@ -72,6 +72,16 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// s = the products of 64 rows at a and kCount * 2 at b over kDim channels: panels that lie kStepA and kStepB bytes apart.
+template <DType kType, int kDim, int kStepA, int kStepB, int kCount>
+__device__ void multiply_rows(float (&s)[kCount], uint64_t a, uint64_t b) {
+  wgmma_ss<kType, false>(s, a, b);
+#pragma unroll
+  for (int i = 1; i < kDim / 16; ++i) {
+    wgmma_ss<kType, true>(s, a + (i / 4 * kStepA + i % 4 * 32 >> 4), b + (i / 4 * kStepB + i % 4 * 32 >> 4));
+  }
+}
+
 // What probabilities are rounded to: they reach up to 2^(kLift + kLag).
 struct SixteenBits {
   static constexpr float kLag = 8, kLift = 0;
