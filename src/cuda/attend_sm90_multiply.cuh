@@ -1,0 +1,386 @@
+// The warpgroups of attend on Hopper that multiply: logits, softmax, outputs, and their rows.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attend_sm90.cuh"
+
+namespace scope::cuda::attend90 {
+
+// Writes a row's part that a quad holds: after a transpose each lane has eight consecutive channels of every 32.
+// `mixed`: what is added, times `share`; null: nothing.
+template <DType kType, int kCount>
+__device__ void store_row(const float (&o)[kCount], int h, float scale, const float* mixed, float share, uint16_t* row,
+                          int dim) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int g = 0; g < kCount / 16; ++g) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 16 * g + 4 * j + 2 * h;
+      const int channel = 32 * g + 8 * j + 2 * lane;
+      float2 x{o[i] * scale, o[i + 1] * scale};
+      if (mixed != nullptr && channel < dim) {
+        const float2 added = *reinterpret_cast<const float2*>(mixed + channel);
+        x = {fmaf(share, added.x, x.x), fmaf(share, added.y, x.y)};
+      }
+      w[j] = pack<kType>(x.x, x.y);
+    }
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+      const bool upper = lane & bit;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j & bit) continue;
+        const uint32_t got = __shfl_xor_sync(~0u, upper ? w[j] : w[j | bit], bit);
+        (upper ? w[j] : w[j | bit]) = got;
+      }
+    }
+    const int channel = 32 * g + 8 * lane;
+    if (row != nullptr && channel < dim) *reinterpret_cast<uint4*>(row + channel) = {w[0], w[1], w[2], w[3]};
+  }
+}
+
+// The same where a lane has four consecutive channels of every 16, and values are centre + unit * byte: no transpose.
+// kept: how much of the row is not mixed in.
+template <DType kType, int kCount>
+__device__ void store_row_of_bytes(const float (&o)[kCount], int h, float scale, float kept, const float* unit,
+                                   const float* centre, const float* mixed, float share, uint16_t* row, int dim) {
+  if (row == nullptr) return;
+#pragma unroll
+  for (int g = 0; g < kCount / 8; ++g) {
+    const int channel = 16 * g + 4 * (threadIdx.x % 4), i = 8 * g + 2 * h;
+    if (channel >= dim) return;
+    const float4 times = *reinterpret_cast<const float4*>(unit + channel);
+    const float4 middle = *reinterpret_cast<const float4*>(centre + channel);
+    float4 x{fmaf(o[i] * scale, times.x, kept * middle.x), fmaf(o[i + 4] * scale, times.y, kept * middle.y),
+             fmaf(o[i + 1] * scale, times.z, kept * middle.z), fmaf(o[i + 5] * scale, times.w, kept * middle.w)};
+    if (mixed != nullptr) {
+      const float4 added = *reinterpret_cast<const float4*>(mixed + channel);
+      x = {fmaf(share, added.x, x.x), fmaf(share, added.y, x.y), fmaf(share, added.z, x.z), fmaf(share, added.w, x.w)};
+    }
+    *reinterpret_cast<uint2*>(row + channel) = {pack<kType>(x.x, x.y), pack<kType>(x.z, x.w)};
+  }
+}
+
+// Moves sums that have grown long into the totals, each with the maximum that it was made under.
+template <class C, bool = C::kByteValues>
+struct Promotion {
+  __device__ void after_block(float (&)[C::kDim / 2], const float (&)[2], const float (&)[2], Shared<C>&, int) {}
+  __device__ void finish(float (&)[C::kDim / 2], const float (&)[2], const float (&)[2], Shared<C>&, int) {}
+  __device__ float* sums(Shared<C>& shared) const { return reinterpret_cast<float*>(shared.q); }
+};
+template <class C>
+struct Promotion<C, true> {
+  static constexpr int kSpan = 4;  // blocks after which a sum is long: what it loses, always towards zero, grows with it
+  int blocks = 0;
+  float high[2];  // that the totals were made under
+
+  __device__ void after_block(float (&o)[C::kDim / 2], const float (&now)[2], const float (&unit)[2], Shared<C>& shared,
+                              int group) {
+    if (++blocks % kSpan != 0) return;
+    if (blocks > kSpan) add(o, now, unit, shared, group);
+    float4(*totals)[128] = shared.totals[group];
+#pragma unroll
+    for (int i = 0; i < C::kDim / 8; ++i) {
+      totals[i][threadIdx.x % 128] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
+      for (int j = 0; j < 4; ++j) o[4 * i + j] = 0;
+    }
+    high[0] = now[0], high[1] = now[1];
+  }
+  __device__ void finish(float (&o)[C::kDim / 2], const float (&now)[2], const float (&unit)[2], Shared<C>& shared,
+                         int group) {
+    if (blocks >= kSpan) add(o, now, unit, shared, group);
+  }
+  // The warpgroups that share a tile hand their sums over where their totals were.
+  __device__ float* sums(Shared<C>& shared) const { return reinterpret_cast<float*>(shared.totals); }
+
+ private:
+  __device__ void add(float (&o)[C::kDim / 2], const float (&now)[2], const float (&unit)[2], const Shared<C>& shared,
+                      int group) const {
+    float factor[2];
+    for (int h = 0; h < 2; ++h) factor[h] = high[h] == -kInfinity ? 0.0f : exp2_approx((high[h] - now[h]) * unit[h]);
+    const float4(*totals)[128] = shared.totals[group];
+#pragma unroll
+    for (int i = 0; i < C::kDim / 8; ++i) {
+      const float4 four = totals[i][threadIdx.x % 128];
+      o[4 * i] = fmaf(four.x, factor[0], o[4 * i]), o[4 * i + 1] = fmaf(four.y, factor[0], o[4 * i + 1]);
+      o[4 * i + 2] = fmaf(four.z, factor[1], o[4 * i + 2]), o[4 * i + 3] = fmaf(four.w, factor[1], o[4 * i + 3]);
+    }
+  }
+};
+
+// Copies a warpgroup's queries, rows first .. first + 63 of the tile; those past its end are zero.
+template <class C>
+__device__ void load_queries(const AttendLaunch& at, const AttendTile& tile, int first, uint32_t to, float* unit) {
+  const int thread = threadIdx.x % 128, chunk = thread % 8;
+  to += thread / 8 * 128 + ((chunk ^ thread / 8 % 8) << 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int r = first + thread / 8 + 16 * i;
+    const bool real = r < tile.rows;
+    if constexpr (C::kByteKeys) {
+      const int place = tile.begin + (real ? r : 0);
+      copy_16(to + i * 2048, at.eight.q.row(tile.head, place) + 16 * chunk, real && 16 * chunk < C::kDim ? 16 : 0);
+      if (chunk == 0) copy_4(shared_address(unit + thread / 8 + 16 * i), at.eight.q_unit[tile.head] + place);
+    } else {
+      const int64_t token = !real ? 0 : at.order ? at.order[tile.head][tile.begin + r] : tile.begin + r;
+      const uint16_t* from = at.q.row(tile.head, token) + 8 * chunk;
+#pragma unroll
+      for (int p = 0; p < C::kKeyPanels; ++p) {
+        copy_16(to + p * C::kQueryPanelBytes + i * 2048, from + 64 * p, real && 64 * p + 8 * chunk < at.dim ? 16 : 0);
+      }
+    }
+  }
+}
+
+// Multiplies: 64 queries of each tile with all its keys, or, where a tile has no more queries, with a share of them.
+template <class C>
+__device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
+  constexpr int kKeys = C::kKeys;
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0);
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  float unit[2] = {at.scale * kLog2e, at.scale * kLog2e};
+  const uint64_t q_at = panel_descriptor(shared_address(shared.q) + group * C::kQueryBytes, 16);
+  const uint64_t k_at = panel_descriptor(shared_address(shared.k), 16);
+  const uint64_t v_at = C::kByteValues ? core_descriptor(shared_address(shared.v), 16 * C::kDim)
+                                       : panel_descriptor(shared_address(shared.v), C::kPanelBytes);
+  Ring<C::kStages> k;
+  Ring<kTiles> ring;
+
+  const auto await_tile = [&] { barrier_wait(shared_address(&shared.tile_full[ring.slot()]), ring.parity()); };
+  const auto last_slot = [&] { return ring.slot() == 0 ? kTiles - 1 : ring.slot() - 1; };
+  const auto release_tile = [&] { barrier_arrive(shared_address(&shared.tile_empty[last_slot()])); };
+  // Queries for one warpgroup alone are shared: the warpgroups take blocks of keys in turn, and the first adds up.
+  const auto is_split = [&](const AttendTile& tile) { return tile.rows <= 64; };
+  const auto fetch_queries = [&](const AttendTile& tile) {
+    const int first = is_split(tile) ? 0 : 64 * group;
+    if (first < tile.rows) {
+      load_queries<C>(at, tile, first, shared_address(shared.q) + group * C::kQueryBytes, shared.unit[group]);
+    }
+  };
+  await_tile();
+  fetch_queries(shared.tiles[0]);
+
+  for (;;) {
+    if (shared.tiles[ring.slot()].rows == 0) return;
+    ring.next();
+    const AttendTile& tile = shared.tiles[last_slot()];
+    const bool split = is_split(tile);
+    const int blocks = block_count<C>(tile);
+    const auto release = [&](uint64_t* barrier) {
+      if (lane == 0) barrier_arrive(shared_address(barrier), split ? C::kConsumers : 1);
+    };
+    if (!split && 64 * group >= tile.rows) {  // idle, but in step: parities tell only neighbouring phases apart
+      for (int b = 0; b < blocks; ++b, k.next()) {
+        barrier_wait(shared_address(&shared.k_full[k.slot()]), k.parity());
+        release(&shared.k_empty[k.slot()]);
+        barrier_wait(shared_address(&shared.v_full[k.slot()]), k.parity());
+        release(&shared.v_empty[k.slot()]);
+      }
+      release_tile();
+      await_tile();
+      fetch_queries(shared.tiles[ring.slot()]);
+      continue;
+    }
+    wait_all_copies();
+    fence_async_proxy();
+    named_sync(1 + group, 128);
+
+    Ring<C::kStages> v = k;
+    float o[C::kDim / 2], s[kKeys / 2];
+    int32_t bytes[kKeys / 2];  // logits before they are floats
+    uint32_t p[C::kByteValues ? kKeys / 32 : kKeys / 16][4];
+#pragma unroll
+    for (int i = 0; i < C::kDim / 2; ++i) o[i] = 0;
+    using Range = std::conditional_t<C::kByteValues, E4m3, SixteenBits>;
+    Softmax<Range> softmax;
+    if constexpr (C::kByteKeys) {
+      for (int h = 0; h < 2; ++h) unit[h] = shared.unit[group][16 * warp + 8 * h + lane / 4] * (at.scale * kLog2e);
+    }
+    Promotion<C> promotion;
+
+    const auto start_qk = [&] {
+      if constexpr (C::kByteKeys) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) bytes[i] = __float_as_int(kWhole);
+      }
+      barrier_wait(shared_address(&shared.k_full[k.slot()]), k.parity());
+      fence_async_proxy();
+      wgmma_begin();
+      const uint64_t b = k_at + k.slot() * (C::kKeyBytes >> 4);
+      if constexpr (C::kByteKeys) {
+#pragma unroll
+        for (int i = 0; i < C::kDim / 32; ++i) wgmma_s8(bytes, q_at + (i * 32 >> 4), b + (i * 32 >> 4));
+      } else {
+        multiply_rows<C::kType, C::kDim, C::kQueryPanelBytes, C::kPanelBytes>(s, q_at, b);
+      }
+      wgmma_commit();
+    };
+    const auto start_pv = [&] {
+      barrier_wait(shared_address(&shared.v_full[v.slot()]), v.parity());
+      fence_async_proxy();
+      wgmma_begin();
+      const uint64_t b = v_at + v.slot() * (C::kValueBytes >> 4);
+      if constexpr (C::kByteValues) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 32; ++i) wgmma_e4m3(o, p[i], b + (i * 32 * C::kDim >> 4));
+      } else {
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; ++i) wgmma_rs<C::kType>(o, p[i], b + (i * 2048 >> 4));
+      }
+      wgmma_commit();
+    };
+    const auto finish_qk = [&](int b) {
+      if constexpr (C::kByteKeys) {
+        pin(bytes);
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) s[i] = __int_as_float(bytes[i]);
+      } else {
+        pin(s);
+      }
+      if (b * kKeys + kKeys > tile.keys) {  // extra keys and padding
+        const int column = 2 * (lane % 4), left = tile.keys - b * kKeys;
+        float per_unit[2] = {1, 1};
+        if constexpr (C::kByteKeys) {
+          for (int h = 0; h < 2; ++h) per_unit[h] = __fdividef(at.scale * kLog2e, unit[h]);
+        }
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) {
+          const int j = i / 4 * 8 + i % 2 + column;
+          if (j >= left + tile.extra) {
+            s[i] = -kInfinity;
+          } else if (j >= left) {
+            s[i] = fmaf(shared.bias[k.slot()][j], per_unit[i / 2 % 2], s[i]);
+          }
+        }
+        __syncwarp();
+      }
+      release(&shared.k_empty[k.slot()]);
+      split ? k.skip(C::kConsumers) : k.next();
+      softmax.block(s, unit);
+    };
+    const auto pack_p = [&] {
+      if constexpr (C::kByteValues) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 8; ++i) {
+          const int j = i / 2 * 8 + i % 2 * 2;  // of every 16 keys a thread has four, and two rows
+          p[i / 4][i % 4] = pack_e4m3(s[j], s[j + 1], s[j + 4], s[j + 5]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) p[i / 4][i % 4] = pack<C::kType>(s[2 * i], s[2 * i + 1]);
+      }
+    };
+    const auto finish_pv = [&] {
+      wgmma_wait<0>();
+      pin(o);
+      release(&shared.v_empty[v.slot()]);
+      split ? v.skip(C::kConsumers) : v.next();
+    };
+
+    const int first = split ? group : 0, step = split ? C::kConsumers : 1;
+    if (split) k.skip(group), v.skip(group);
+    if (first < blocks) {
+      start_qk();
+      wgmma_wait<0>();
+      finish_qk(first);
+      pack_p();
+    }
+    for (int b = first + step; b < blocks; b += step) {
+      start_qk();
+      start_pv();
+      wgmma_wait<1>();
+      finish_qk(b);
+      finish_pv();
+      if (__any_sync(~0u, softmax.factor[0] != 1.0f || softmax.factor[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < C::kDim / 2; ++i) o[i] *= softmax.factor[i / 2 % 2];
+      }
+      pack_p();
+      promotion.after_block(o, softmax.high, unit, shared, group);
+    }
+
+    // The next queries and this tile's places arrive while the last product runs.
+    await_tile();
+    if (!split) {
+      named_sync(1 + group, 128);  // all four warps have read their queries
+      fetch_queries(shared.tiles[ring.slot()]);
+    }
+    int32_t token[2];
+    for (int h = 0; h < 2; ++h) {
+      const int row = (split ? 0 : 64 * group) + 16 * warp + 8 * h + lane / 4;
+      token[h] = row >= tile.rows ? kNoKey : at.order ? at.order[tile.head][tile.begin + row] : tile.begin + row;
+    }
+    if (first < blocks) {
+      start_pv();
+      finish_pv();
+      promotion.finish(o, softmax.high, unit, shared, group);
+    }
+    for (int h = 0; h < 2; ++h) softmax.sum[h] = quad_sum(softmax.sum[h]);
+
+    if (split) {
+      // From the block after this warpgroup's last to the next tile's first, which may be behind it.
+      const int taken = (blocks - group + C::kConsumers - 1) / C::kConsumers;
+      k.skip(2 * C::kStages + blocks - group - C::kConsumers * taken);
+      float* sums = promotion.sums(shared);  // [kDim / 2][128]
+      float2* parts = shared.parts + 16 * warp + lane / 4;
+      named_sync(8, 128 * C::kConsumers);  // the queries have been read
+      for (int other = 1; other < C::kConsumers; ++other) {
+        if (group == other) {
+#pragma unroll
+          for (int i = 0; i < C::kDim / 2; ++i) sums[128 * i + threadIdx.x % 128] = o[i];
+          if (lane % 4 == 0) {
+            for (int h = 0; h < 2; ++h) parts[8 * h] = {softmax.high[h], softmax.sum[h]};
+          }
+        }
+        named_sync(8, 128 * C::kConsumers);
+        if (group == 0) {
+          float ours[2], theirs[2];
+          for (int h = 0; h < 2; ++h) {
+            const float2 part = parts[8 * h];
+            const float high = fmaxf(softmax.high[h], part.x), base = high == -kInfinity ? 0.0f : high;
+            ours[h] = exp2_approx((softmax.high[h] - base) * unit[h]);
+            theirs[h] = exp2_approx((part.x - base) * unit[h]);
+            softmax.high[h] = high;
+            softmax.sum[h] = softmax.sum[h] * ours[h] + part.y * theirs[h];
+          }
+#pragma unroll
+          for (int i = 0; i < C::kDim / 2; ++i) {
+            o[i] = o[i] * ours[i / 2 % 2] + sums[128 * i + threadIdx.x % 128] * theirs[i / 2 % 2];
+          }
+        }
+        named_sync(8, 128 * C::kConsumers);
+      }
+      fetch_queries(shared.tiles[ring.slot()]);
+    }
+    const float share = at.mix_share ? at.mix_share[tile.head][tile.group] : 0.0f;
+    const float* mixed = share > 0 ? at.mix_row[tile.head] + int64_t{tile.group} * at.dim : nullptr;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (split && group != 0) break;
+      const float sum = softmax.sum[h];
+      uint16_t* row = token[h] == kNoKey ? nullptr : at.out.row(tile.head, token[h]);
+      const float scale = sum == 0.0f ? 0.0f : (1 - share) / sum;
+      if constexpr (C::kByteValues) {
+        store_row_of_bytes<C::kType>(o, h, scale, sum == 0.0f ? 0.0f : 1 - share, at.eight.v_unit[tile.head],
+                                     at.eight.v_centre[tile.head], mixed, share, row, at.dim);
+      } else {
+        store_row<C::kType>(o, h, scale, mixed, share, row, at.dim);
+      }
+      if (at.lse && row != nullptr && lane % 4 == 0) {
+        float high = softmax.high[h];
+        if constexpr (C::kByteKeys) {
+          high -= kWhole;
+          const int place = tile.begin + (split ? 0 : 64 * group) + 16 * warp + 8 * h + lane / 4;
+          high = fmaf(high, at.eight.q_unit[tile.head][place], at.eight.q_shift[tile.head][place]);
+        }
+        at.lse[tile.head][token[h]] = high * at.scale + (logf(sum) - Range::kLift / kLog2e) - log1pf(-share);
+      }
+    }
+    release_tile();
+  }
+}
+
+}  // namespace scope::cuda::attend90
