@@ -16,7 +16,7 @@ def seconds(value):
 def line(host, case, compiled_s):
     """compiled_s: the run of diffusers' compiled dense passes; None: it was not measured."""
     parts = case.get("parts") or {}
-    density = "1" if case["density"] is None else f"{case['measured_density']:.3f}"
+    density = "1" if case["measured_density"] is None else f"{case['measured_density']:.3f}"
     over = "" if compiled_s is None else f"**{compiled_s / case['run_s']:.2f}×**"
     peak = "" if case["peak_bytes"] is None else f"{case['peak_bytes'] / 2**30:.1f}"
     return "| " + " | ".join((f"{host}, `{case['variant']}`", density, *(seconds(case[f"{name}_pass_s"]) for name in ("dense", "first", "warm")),
@@ -44,7 +44,7 @@ def section(load, names):
         if any(data[key] != first[key] for data in others):
             sys.exit(f"{', '.join(found)}: {key} differs, and one table holds both")
     for name, data in found.items():
-        if data["host"] == "diffusers" and data["layers"] != data["model_layers"]:
+        if data["layers"] != data["model_layers"]:
             sys.exit(f"{name} has {data['layers']} of {data['model_layers']} layers, expected the whole model")
     cases = [(data["host"] + (f", {case['mode']}" if "mode" in case else ""), case) for data in found.values() for case in data["cases"]]
     compiled_s = next((case["run_s"] for host, case in cases if host == "diffusers, compiled" and case["variant"] == "dense"), None)
