@@ -18,7 +18,7 @@ constexpr int kRun = 4;                        // rows that half a warp reads be
 constexpr int kBlockRows = 4 * kRun * kSlots;  // rows that a block rounds
 constexpr int kParts = 32;                     // of a head's tokens; sums are added up in their order
 constexpr float kTiny = 0x1p-100f;             // and below: as good as zero
-constexpr float kMostByte = 127, kMostE4m3 = 448;
+constexpr float kMostByte = 127, kMostE4m3 = 448, kLeastUnit = 0x1p-126f;
 
 enum class Kind { queries, keys, values };
 
@@ -343,7 +343,7 @@ __device__ void round_queries(const Source& in, int64_t head, int64_t block, con
     const float over = most > kTiny ? kMostByte / most : 0;
     if (lane % 4 == 0 && first + lane / 4 < count) {
       const int64_t at = place + first + lane / 4;
-      to.unit[at] = (most > kTiny ? most / kMostByte : 1) * k_unit;
+      to.unit[at] = fmaxf((most > kTiny ? most / kMostByte : 1) * k_unit, kLeastUnit);  // biases are divided by it
       to.shift[at] = shift;
     }
 #pragma unroll

@@ -105,7 +105,7 @@ struct Auto {
   int64_t clusters(int64_t n) const { return std::clamp(ceil_div(n, tokens), least, most); }
   std::string text() const { return fmt::format("clamp(ceil(tokens / {}), {}, {})", tokens, least, most); }
 };
-constexpr Auto kAutoGroups{64, 16, 300}, kAutoCodes{64, 16, 333};
+constexpr Auto kAutoGroups{36, 16, 300}, kAutoCodes{64, 16, 333};
 
 std::string count_text(int64_t value) { return value == 0 ? "auto" : std::to_string(value); }
 
