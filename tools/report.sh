@@ -57,7 +57,6 @@ case $backend in
     long=(--grid 21x45x80 --condition models/tiny-wan/held_out_720p.safetensors)
     profile tiny_wan_720p "${long[@]}" --seed 100
     ablate video_gpu_720p --suite paper "${long[@]}" --seeds 3 --profile "$profile"
-    if [ -n "${CLIPS_WAN:-}" ]; then ablate video_gpu_clips "${clips[@]}" --suite paper --seeds 2; fi
     ;;
   *) echo "BACKEND: got \"$backend\", expected cpu or cuda" >&2; exit 2 ;;
 esac
