@@ -37,13 +37,8 @@ def scopes(rows):
 
 
 def readme(load):
-    """PSNR against dense of whole videos on both models, at three densities; some rows ran apart, on the same clips and seeds."""
+    """PSNR against dense of whole videos on both models, at three densities."""
     models = [load("held_clips_wan.json"), load("held_tiny_wan.json")]
-    apart = [{"sol": ["held_clips_wan_sol.json"], "scope-paper": ["held_clips_wan_paper.json", "presets_held_clips_wan_25.json"]},
-             {"sol": ["held_tiny_wan_sol.json"]}]
-    for data, others in zip(models, apart):
-        for variant, names in others.items():
-            data["rows"] += [r for name in names for r in load(name)["rows"] if r["variant"] == variant]
     targets = (0.05, 0.1, 0.2)
     lines = ["| whole videos against dense ones of the same seeds: PSNR in dB at density " + " / ".join(f"{t:.2f}" for t in targets) + " | " +
              " | ".join(f"`{pathlib.Path(data['model']).name}`, {'×'.join(map(str, data['grid']))}" for data in models) + " |", "|---" * (1 + len(models)) + "|"]
@@ -236,7 +231,7 @@ def outputs(load, page):
     gpu = load("video_gpu.json")
     for part, name, absent in (("suite", "video_gpu.json", None), ("720p", "video_gpu_720p.json", None),
                                ("cpu", "video_cpu.json", "the suite takes hours there. `make report BACKEND=cpu` adds it"),
-                               ("clips", "video_gpu_clips.json", "`tools/report.sh` adds it where `CLIPS_WAN` names the model's folder")):
+                               ("clips", "video_gpu_clips.json", "`scope ablate --suite paper --model FOLDER --clips 1,3 --steps 25 -o bench/results/video_gpu_clips.json` adds it")):
         try:
             data = load(name)
             text = suite(name, data)
