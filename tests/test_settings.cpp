@@ -141,7 +141,8 @@ TEST(Settings, AutoCountsFollowTheSequence) {
   const Settings settings;
   EXPECT_EQ(effective_groups(settings, 75600), 300);
   EXPECT_EQ(effective_codes(settings, 75600), 333);
-  EXPECT_EQ(effective_groups(settings, 16384), 256);
+  EXPECT_EQ(effective_groups(settings, 16384), 300);
+  EXPECT_EQ(effective_groups(settings, 8320), 232);
   EXPECT_EQ(effective_codes(settings, 16384), 256);
   EXPECT_EQ(effective_groups(settings, 100), 16);
   EXPECT_EQ(effective_groups(settings, 7), 7);  // never more than there are tokens
