@@ -6,6 +6,7 @@
 #include "core/numeric.h"
 #include "core/random.h"
 #include "core/tensor.h"
+#include "cpu/kernels.h"
 
 namespace scope {
 namespace {
@@ -148,6 +149,28 @@ TEST(Tensor, Int32OffsetOverflowInViews) {
   const RowsView head = view.head(1, 2);
   EXPECT_EQ(reinterpret_cast<intptr_t>(head.row(3)),
             64 + 2 * ((int64_t{1} << 40) + (int64_t{2} << 33) + (int64_t{3} << 31)));
+}
+
+// Rows of 16 numbers at a time get the bits that each number has alone: ties, both infinities and NaN too.
+TEST(Bf16DotsOnCpu, RowsAreRoundedAsNumbersAre) {
+  const cpu::AttendKernels* dots = cpu::bf16_dot_kernels();
+  if (dots == nullptr) GTEST_SKIP() << "this CPU has no bf16 dot products";
+  const cpu::Kernels& base = *cpu::instruction_sets().front().kernels;
+  std::vector<float> row;
+  for (const uint32_t bits : {0x3f800000u, 0x3f808000u, 0x3f818000u, 0x3f80ffffu, 0x80000001u, 0x7f7fffffu, 0x7f800000u,
+                              0xff800000u, 0x7fc00000u, 0x7f800001u, 0xffffffffu, 0x00008000u}) {
+    row.push_back(std::bit_cast<float>(bits));
+  }
+  while (row.size() < 50) row.push_back(1.0f / static_cast<float>(row.size()));
+  for (const int64_t dim : {1, 15, 16, 17, 50}) {
+    std::vector<uint16_t> packed(64, 0xabcd);
+    const int32_t first = 0;
+    dots->pack_q(base, {row.data(), DType::f32, 1, dim, dim}, &first, 1, packed.data(), 64);
+    for (int64_t c = 0; c < dim; ++c) {
+      const auto i = static_cast<size_t>(c);
+      ASSERT_EQ(packed[i], f32_to_bf16(row[i])) << "number " << c << " of " << dim;
+    }
+  }
 }
 
 }  // namespace
