@@ -126,8 +126,9 @@ nlohmann::ordered_json run_case(const Case& c, const BenchOptions& options, cons
   fmt::print("\n{}\n", bold(fmt::format("{} heads x {} tokens ({}) x {}, {}, density {}, {} threads, {}", c.heads,
                                         qkv.q_tokens, fmt::join(c.grid, "x"), qkv.dim, options.dtype, c.density,
                                         context.threads(), context.instruction_set())));
-  fmt::print("  {:<22} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9}{}\n", "", "density", "total ms", "speedup",
-             "group", "encode", "score", "select", "attend", "GFLOP/s", options.quality > 0 ? "  mass recall" : "");
+  fmt::print("  {:<22} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8}{}\n", "", "density", "total ms",
+             "speedup", "group", "encode", "score", "select", "attend", "GFLOP/s", "products",
+             options.quality > 0 ? "  mass recall" : "");
   nlohmann::ordered_json result{{"grid", c.grid},          {"heads", c.heads},       {"tokens", qkv.q_tokens},
                                 {"dim", qkv.dim},          {"dtype", options.dtype}, {"density", c.density},
                                 {"repeat", options.repeat}};
@@ -164,9 +165,10 @@ nlohmann::ordered_json run_case(const Case& c, const BenchOptions& options, cons
     row["arithmetic"] = variant.runner->stats.arithmetic;
     row["kernel"] = variant.runner->stats.kernel;
     const auto ms = [&](double CallStats::*field) { return 1e3 * median(variant.runs, field); };
-    fmt::print("  {:<22} {:>8.4f} {:>9.1f} {:>8.2f}x {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>9.1f}{}\n",
+    fmt::print("  {:<22} {:>8.4f} {:>9.1f} {:>8.2f}x {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>9.1f} {:>8}{}\n",
                variant.name, density, 1e3 * total, dense / total, ms(&CallStats::group), ms(&CallStats::encode),
-               ms(&CallStats::score), ms(&CallStats::select), ms(&CallStats::attend), flop * density / attend / 1e9, recall);
+               ms(&CallStats::score), ms(&CallStats::select), ms(&CallStats::attend), flop * density / attend / 1e9,
+               variant.runner->stats.arithmetic, recall);
     result["rows"].push_back(row);
   }
   const Settings& method = variants[1].settings;

@@ -407,7 +407,7 @@ std::vector<DeviceMachine> device_machines() {
     try {
       for (Exec& exec : execs) {
         exec.device = way.device;
-        backend().configure(exec, way.kernels, Products::bf16);
+        backend().configure(exec, way.kernels, DType::bf16, Products::bf16);
       }
       machines.push_back({way.name, execs});
     } catch (const Error& error) {

@@ -170,6 +170,7 @@ inline const std::vector<Machine>& machines() {
       result.push_back({set.name, {nullptr, set.kernels, set.attend, nullptr}});
     Exec best = result.front().exec;
     best.attend_kernels_bf16 = cpu::bf16_dot_kernels();
+    best.byte_kernels = cpu::byte_kernels();
     if (best.attend_kernels_bf16 != nullptr) result.push_back({"bf16dot", best});
     return result;
   }();

@@ -46,7 +46,7 @@ Settings valid(Settings settings) {
 }
 
 // "rule: BACKEND has no NAME", for each choice that the backend lacks.
-std::vector<std::string> lacks(const Backend& backend, const Settings& settings) {
+std::vector<std::string> lacks(const Backend& backend, const Exec& exec, const Settings& settings) {
   std::vector<std::string> missing;
   const auto check = [&](const char* setting, bool has, const char* name) {
     if (!has) missing.push_back(fmt::format("{}: {} has no {}", setting, backend.name, name));
@@ -58,16 +58,17 @@ std::vector<std::string> lacks(const Backend& backend, const Settings& settings)
   check("rule", can.rules.has(settings.rule), row(settings.rule).name);
   check("target_scope", can.target_scopes.has(settings.target_scope), row(settings.target_scope).name);
   check("tail", can.tails.has(settings.tail), row(settings.tail).name);
-  check("products", can.products.has(settings.products), row(settings.products).name);
+  const bool bytes = settings.products == Products::bf16 || !can.host || exec.byte_kernels != nullptr;
+  check("products", can.products.has(settings.products) && bytes, row(settings.products).name);
   return missing;
 }
 
-Shape tiny(const Backend& backend) {
+Shape tiny(const Backend& backend, Products products) {
   return {.heads = kHeads,
           .q_tokens = kTokens,
           .k_tokens = kTokens,
           .dim = kDim,
-          .dtype = backend.can.dtypes.has(DType::f32) ? DType::f32 : DType::bf16,
+          .dtype = backend.can.dtypes.has(DType::f32) && products == Products::bf16 ? DType::f32 : DType::bf16,
           .rope = {},
           .subspaces = {}};
 }
@@ -139,10 +140,11 @@ void expect_runs(const Plan& plan) {
 // Runs, or is refused by the name of what is missing.
 void expect_runs_or_refused(const Context& context, const Settings& settings) {
   const Backend& backend = context.backend();
-  const std::vector<std::string> missing = settings.dense ? std::vector<std::string>{} : lacks(backend, settings);
+  const std::vector<std::string> missing =
+      settings.dense ? std::vector<std::string>{} : lacks(backend, context.exec(), settings);
   std::unique_ptr<Plan> plan;
   try {
-    plan = std::make_unique<Plan>(context, settings, tiny(backend));
+    plan = std::make_unique<Plan>(context, settings, tiny(backend, settings.products));
   } catch (const Error& error) {
     const std::string said = error.what();
     ASSERT_FALSE(missing.empty()) << said;
@@ -229,7 +231,7 @@ TEST(Rows, BackendsHaveTheStagesOfTheirRows) {
     }
     EXPECT_EQ(can.target_scopes.has(TargetScope::sample), backend->solve != nullptr);
     // The defaults run everywhere.
-    EXPECT_TRUE(lacks(*backend, Settings{}).empty());
+    EXPECT_TRUE(lacks(*backend, {}, Settings{}).empty());
     EXPECT_EQ(kDim % can.dim_multiple, 0);
   }
   EXPECT_THROW(find_backend("abacus"), Error);

@@ -300,7 +300,7 @@ class Stats:
 
     @property
     def arithmetic(self) -> str:
-        """Of attend's products: f32, bf16 or f16."""
+        """Of attend's products: f32, bf16, f16, or with 8 bits s8+bf16 and the like."""
         return self._called().arithmetic.decode()
 
     @property

@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 
 #include "core/numeric.h"
 #include "cpu/kernels.h"
+#include "cpu/quantise.h"
 
 namespace scope::cpu {
 
@@ -31,12 +34,13 @@ struct Layout {
   float* s;        // [threads, kStrip, kKeyBlock]
   float* o;        // [threads, kTileRows, stride]
   float* m;        // [threads, 3, kTileRows]: running maximum, running sum, rescaling factor
+  std::optional<Quantiser> quantiser;
 
-  Layout(Arena arena, const Exec& exec, int64_t q_tokens, int64_t dim, int64_t groups, int64_t* bytes = nullptr) {
+  Layout(Arena arena, const Exec& exec, const Sizes& sizes, int64_t* bytes = nullptr) {
     const int64_t threads = exec.pool->threads();
     const auto element = static_cast<int64_t>(sizeof(float));  // the largest any arithmetic uses
-    stride = round_up(dim, 2 * kLanes);
-    tiles = arena.take<Tile>(groups + q_tokens / kTileRows + 1);
+    stride = round_up(sizes.dim, 2 * kLanes);
+    tiles = arena.take<Tile>(sizes.groups + sizes.q_tokens / kTileRows + 1);
     q = arena.take<std::byte>(threads * kTileRows * stride * element);
     k = arena.take<std::byte>(threads * kKeyBlock * stride * element);
     v = arena.take<std::byte>(threads * kKeyBlock * stride * element);
@@ -44,6 +48,7 @@ struct Layout {
     s = arena.take<float>(threads * kStrip * kKeyBlock);
     o = arena.take<float>(threads * kTileRows * stride);
     m = arena.take<float>(threads * 3 * kTileRows);
+    if (sizes.products == Products::qk8) quantiser.emplace(arena, sizes.k_tokens, sizes.extra, sizes.dim);
     if (bytes != nullptr) *bytes = arena.used();
   }
 };
@@ -80,6 +85,7 @@ class Attention {
   Attention(const Exec& exec, const AttendArgs& args, int64_t head)
       : exec_(exec),
         args_(args),
+        head_(head),
         q_(args.q[head]),
         k_(args.k[head]),
         v_(args.v[head]),
@@ -95,11 +101,18 @@ class Attention {
         out_(args.out[head]),
         lse_(args.lse[head]),
         kernels_(attend_kernels(exec, args.q.dtype)),
-        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.q.tokens, args.q.dim, args.groups),
+        at_(Arena(args.scratch.data, args.scratch.bytes), exec,
+            {.q_tokens = args.q.tokens,
+             .k_tokens = args.k.tokens,
+             .dim = args.q.dim,
+             .groups = args.groups,
+             .extra = args.extra.count,
+             .products = args.products}),
         channels_(round_up(args.q.dim, kLanes)),
         unit_(args.scale * 1.44269504088896f) {}
 
   void run() {
+    if (at_.quantiser && at_.quantiser->run(exec_, args_, head_)) multiply_bytes(*at_.quantiser);
     const int64_t tiles = make_tiles();
     exec_.pool->run(tiles, [&](int64_t i, int thread) { tile(at_.tiles[i], thread); });
     for (int64_t i = begin_of(args_.groups); i < q_.tokens; ++i) {
@@ -110,6 +123,15 @@ class Attention {
   }
 
  private:
+  // Products of queries and keys; the rest stays as it is.
+  void multiply_bytes(const Quantiser& quantiser) {
+    factors_ = &quantiser.factors();
+    k_ = quantiser.keys(args_);
+    extra_k_ = quantiser.extra(args_);
+    kernels_.pack_k = exec_.attend_kernels->pack_k;
+    kernels_.dot = exec_.byte_kernels->dot;
+  }
+
   int64_t begin_of(int64_t group) const { return offsets_ == nullptr ? group * q_.tokens : offsets_[group]; }
 
   // Large groups are cut into equal tiles. The longest work goes first, so that threads finish together.
@@ -138,7 +160,11 @@ class Attention {
     float* o = at_.o + thread * kTileRows * stride;
     float* m = at_.m + thread * 3 * kTileRows;
     float* l = m + kTileRows;
-    kernels_.pack_q(*exec_.kernels, q_, queries, rows, q, stride);
+    if (factors_ != nullptr) {
+      exec_.byte_kernels->pack_q(q_, queries, rows, *factors_, q, stride);
+    } else {
+      kernels_.pack_q(*exec_.kernels, q_, queries, rows, q, stride);
+    }
     std::fill_n(o, rows * stride, 0.0f);
     std::fill_n(m, rows, -std::numeric_limits<float>::infinity());
     std::fill_n(l, rows, 0.0f);
@@ -157,8 +183,19 @@ class Attention {
     for (int64_t i = 0; i < rows; ++i) {
       const float inverse = share > 0 ? 1.0f : l[i] == 0.0f ? 0.0f : 1.0f / l[i];
       exec_.kernels->store_row(o + i * stride, inverse, q_.dim, out_.dtype, out_.row(queries[i]));
-      if (lse_ != nullptr) lse_[queries[i]] = m[i] * 0.693147180559945f + std::log(l[i]) - std::log1p(-share);
+      if (lse_ == nullptr) continue;
+      lse_[queries[i]] = m[i] * 0.693147180559945f + std::log(l[i]) - std::log1p(-share) + shift(q + i * row_bytes());
     }
+  }
+
+  int64_t row_bytes() const { return at_.stride * kernels_.element; }  // of a packed query
+
+  // What the logits of a packed query lack.
+  float shift(const std::byte* row) const {
+    if (factors_ == nullptr) return 0;
+    QueryFactors by;
+    std::memcpy(&by, row + at_.stride, sizeof by);
+    return args_.scale * by.shift;
   }
 
   // o = (1 - share) o / l + share times the group's row.
@@ -191,7 +228,7 @@ class Attention {
     kernels_.pack_v(*exec_.kernels, v, keys, n, packed_v, buffer, stride);
     for (int64_t i = 0; i < rows; i += kStrip) {
       const int64_t height = std::min(kStrip, rows - i);
-      kernels_.dot(q + i * stride * kernels_.element, stride, height, packed_k, n, q_.dim, s, kKeyBlock);
+      kernels_.dot(q + i * row_bytes(), stride, height, packed_k, n, q_.dim, s, kKeyBlock);
       if (bias != nullptr) {
         for (int64_t r = 0; r < height; ++r) {
           for (int64_t j = 0; j < n; ++j) s[r * kKeyBlock + j] += bias[keys[j]] / args_.scale;
@@ -204,17 +241,22 @@ class Attention {
 
   const Exec& exec_;
   const AttendArgs& args_;
-  const RowsView q_, k_, v_;  // of the head, like the rest
+  const int64_t head_;
+  const RowsView q_;  // of the head, like the rest
+  RowsView k_;
+  const RowsView v_;
   const int32_t* order_;
   const int64_t* offsets_;
   const uint32_t* mask_;
-  const RowsView extra_k_, extra_v_;
+  RowsView extra_k_;
+  const RowsView extra_v_;
   const float* extra_bias_;
   const uint32_t* extra_mask_;
   const float *mix_share_, *mix_row_;
   const MutableRowsView out_;
   float* lse_;
-  const AttendKernels& kernels_;
+  AttendKernels kernels_;
+  const ByteFactors* factors_ = nullptr;  // of 8-bit products; null: there are none
   Layout at_;
   int64_t channels_;
   float unit_;  // logits in units of log 2
@@ -224,7 +266,9 @@ class Attention {
 
 int64_t attend_scratch(const Exec& exec, const Sizes& sizes) {
   int64_t bytes = 0;
-  Layout(Arena(), exec, sizes.q_tokens, sizes.dim, sizes.groups + 1, &bytes);  // with the densely attending queries
+  Sizes all = sizes;
+  ++all.groups;  // with the densely attending queries
+  Layout(Arena(), exec, all, &bytes);
   return bytes;
 }
 

@@ -10,6 +10,7 @@
 #include "core/numeric.h"
 #include "cpu/bookkeeping.h"
 #include "cpu/kernels.h"
+#include "stages/choices.h"
 
 namespace scope {
 
@@ -65,7 +66,10 @@ Machine open(const ContextOptions& options, ThreadPool& pool) {
   machine.exec.pool = &pool;
   machine.exec.kernels = set->kernels;
   machine.exec.attend_kernels = set->attend;
-  if (machine.name == "avx512") machine.exec.attend_kernels_bf16 = bf16_dot_kernels();
+  if (machine.name == "avx512") {
+    machine.exec.attend_kernels_bf16 = bf16_dot_kernels();
+    machine.exec.byte_kernels = byte_kernels();
+  }
   machine.exec.wall = clock.get();
   return machine;
 }
@@ -74,16 +78,22 @@ bool present() { return true; }
 
 std::vector<std::string> inventory() {
   return {fmt::format("instruction sets  {}", set_names()),
-          fmt::format("bf16 dot products {}", bf16_dot_kernels() != nullptr ? "yes" : "no")};
+          fmt::format("bf16 dot products {}", bf16_dot_kernels() != nullptr ? "yes" : "no"),
+          fmt::format("products          {}", byte_kernels() != nullptr ? "bf16, qk8 of bf16 inputs" : "bf16")};
 }
 
-void configure(Exec&, std::string_view kernels, Products) {
+void configure(Exec& exec, std::string_view kernels, DType dtype, Products products) {
   require(kernels == "auto", Status::unsupported, "kernel: {} is a CUDA kernel, and this context runs on the CPU", kernels);
+  require(products != Products::qk8 || (dtype == DType::bf16 && exec.byte_kernels != nullptr), Status::unsupported,
+          "products: cpu has no {} for {} inputs on {}, expected bf16 and AVX-512 with BF16 and VNNI", row(products).name,
+          dtype_name(dtype), exec.kernels->name);
 }
 
 const char* kernel(const Exec& exec) { return exec.kernels->name; }
 
-const char* arithmetic(const Exec& exec, DType dtype, Products) { return attend_kernels(exec, dtype).name; }
+const char* arithmetic(const Exec& exec, DType dtype, Products products) {
+  return products == Products::qk8 ? "s8+bf16" : attend_kernels(exec, dtype).name;
+}
 
 // Threads share one head's work, and its scratch serves the next.
 int64_t chunk(int64_t, int64_t, const std::function<int64_t(int64_t)>&) { return 1; }
@@ -144,7 +154,7 @@ constexpr Backend kCpu = {
                       Rule::blocks_cdf, Rule::error_aware, Rule::deviation},
             .target_scopes = {TargetScope::head, TargetScope::sample},
             .tails = {Tail::none, Tail::first_order, Tail::centroids, Tail::mean},
-            .products = {Products::bf16},
+            .products = {Products::bf16, Products::qk8},
             .mean_in_keep = true},
     .open = open,
     .present = present,

@@ -99,6 +99,34 @@ inline const AttendKernels& attend_kernels(const Exec& exec, DType dtype) {
   return bf16 ? *exec.attend_kernels_bf16 : *exec.attend_kernels;
 }
 
+inline constexpr int64_t kMostChannels = 256;   // of a head
+inline constexpr float kMostByte = 127;         // that a number is rounded to
+inline constexpr float kTinyRange = 0x1p-100f;  // and below: as good as zero
+
+// What makes bytes of a head's queries and keys; zeros from dim on. docs/algorithm.md, "8-bit products".
+struct ByteFactors {
+  float centre[kMostChannels], times_k[kMostChannels], times_q[kMostChannels];
+  float unit_k;
+};
+// Of one query: q.k = unit * (start + sum of its bytes times those of a key) + shift.
+struct QueryFactors {
+  int32_t start;
+  float unit, shift;
+};
+
+// 8-bit products of bf16 queries and keys, in the place of those of AttendKernels.
+struct ByteKernels {
+  // low, high [kMostChannels] are widened to hold the rows; false if something is not finite.
+  bool (*widen)(const RowsView& src, const int32_t* rows, int64_t count, float* low, float* high);
+  // Keys [first, first + count) into out [count, pitch]; panels are made of these bytes, four to a word.
+  void (*round_keys)(const RowsView& src, int64_t first, int64_t count, const ByteFactors& by, uint8_t* out, int64_t pitch);
+  // q rows into out [count, 2 stride]: bytes, and QueryFactors at byte `stride`.
+  void (*pack_q)(const RowsView& src, const int32_t* rows, int64_t count, const ByteFactors& by, void* out, int64_t stride);
+  // As in AttendKernels; without the shift.
+  void (*dot)(const void* q, int64_t q_stride, int64_t rows, const void* panels, int64_t columns, int64_t depth, float* s,
+              int64_t s_stride);
+};
+
 // An instruction set that this build has and this CPU can run.
 struct InstructionSet {
   const char* name;  // avx512, avx2, portable
@@ -110,5 +138,7 @@ struct InstructionSet {
 std::vector<InstructionSet> instruction_sets();
 // Null where the CPU or the build lacks it.
 const AttendKernels* bf16_dot_kernels();
+// Likewise; not without bf16 dot products.
+const ByteKernels* byte_kernels();
 
 }  // namespace scope::cpu

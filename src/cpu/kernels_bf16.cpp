@@ -1,4 +1,4 @@
-// bf16 dot products for attend (AVX-512 BF16), the one file of intrinsics: Highway 1.0 has no such target.
+// bf16 dot products for attend (AVX-512 BF16), in intrinsics: Highway 1.0 has no such target.
 #include "cpu/kernels.h"
 
 #if defined(__x86_64__)

@@ -132,7 +132,7 @@ std::vector<std::string> inventory() {
 
 const char* kernel(const Exec& exec) { return exec.wgmma ? "wgmma" : "portable"; }
 
-void configure(Exec& exec, std::string_view kernels, Products products) {
+void configure(Exec& exec, std::string_view kernels, DType, Products products) {
   require(kernels != "wgmma" || exec.device->major == 9, Status::unsupported, "kernel: wgmma needs sm_90, {} is sm_{}{}",
           exec.device->name, exec.device->major, exec.device->minor);
   exec.wgmma = exec.device->major == 9 && kernels != "portable";

@@ -308,7 +308,10 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.kernel = choice("kernel", t, kKernels); },
        [](const Settings& s) { return name_of(s.kernel, kKernels); }},
       {"products", "attend", names(products_rows()),
-       "what attend multiplies, in dense calls too; 8 bits need CUDA, qkv8 its wgmma kernel. " + help_of(products_rows()),
+       "what attend multiplies, in dense calls too; qk8 needs CUDA, or on the CPU bf16 inputs and AVX-512 with BF16 and "
+       "VNNI; "
+       "qkv8 needs CUDA's wgmma kernel. " +
+           help_of(products_rows()),
        [](Settings& s, std::string_view t) { s.products = choice("products", t, products_rows()); },
        [](const Settings& s) { return std::string(row(s.products).name); }},
       {"workspace_limit", "call", "auto | 1..1048576",

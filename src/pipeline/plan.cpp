@@ -137,7 +137,7 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
     settings.density = settings.target_density;
     settings.target_density = 0;
   }
-  backend->configure(exec, get_setting(settings, "kernel"), settings.products);
+  backend->configure(exec, get_setting(settings, "kernel"), shape.dtype, settings.products);
   if (!shape.subspaces.empty()) check_partition(shape.subspaces, shape.dim);
   if (!shape.rope.empty())
     make_partition("rope", shape.dim, shape.rope, 0);  // refuses ranges that do not cover the channels

@@ -82,7 +82,7 @@ struct Backend {
   bool (*present)();                        // whether `open` can find a device
   std::vector<std::string> (*inventory)();  // what there is, a line each, for people
   // The kernels that a plan asked for by name; throws Status::unsupported for what this machine lacks, as these do products.
-  void (*configure)(Exec&, std::string_view kernels, Products);
+  void (*configure)(Exec&, std::string_view kernels, DType, Products);
   const char* (*kernel)(const Exec&);                       // of attend
   const char* (*arithmetic)(const Exec&, DType, Products);  // of attend: f32, bf16, f16, s8+bf16 or the like
   // Heads that go through the stages at a time. bytes(n): the workspace of n heads; limit: bytes that a plan allows.

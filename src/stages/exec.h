@@ -8,6 +8,7 @@ namespace scope {
 namespace cpu {
 struct Kernels;
 struct AttendKernels;
+struct ByteKernels;
 class Clock;
 }  // namespace cpu
 
@@ -25,6 +26,7 @@ struct Exec {
   const cpu::Kernels* kernels = nullptr;
   const cpu::AttendKernels* attend_kernels = nullptr;       // f32 arithmetic
   const cpu::AttendKernels* attend_kernels_bf16 = nullptr;  // bf16 dot products, for bf16 inputs; null: use f32's
+  const cpu::ByteKernels* byte_kernels = nullptr;           // 8-bit products of bf16 inputs; null: there are none
   int64_t proxy_floats = 8 << 20;  // of a head's proxy matrix that are held at a time, or one row on each thread
   cpu::Clock* wall = nullptr;      // sums up how long each stage takes
 
