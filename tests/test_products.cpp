@@ -209,6 +209,23 @@ TEST(ProductsOnCpu, AreThereForBf16InputsOrRefusedByName) {
   }
 }
 
+// In one channel keys are so much larger than queries, or so much smaller, that their ratio is no float.
+TEST(ProductsOnCpu, RangesTooFarApartAreDoneIn16Bits) {
+  each_products([](const Exec& exec, Products products) {
+    for (const bool large_keys : {false, true}) {
+      Random random(15);
+      Problem problem(random, DType::bf16, 40, 90, 64);
+      problem.add_dense_group(40);
+      for (int64_t t = 0; t < 40; ++t) problem.q.set(t, 5, (large_keys ? 1e-25 : 1e16) * random.normal());
+      for (int64_t j = 0; j < 90; ++j) problem.k.set(j, 5, (large_keys ? 1e16 : 1e-25) * random.normal());
+      AttendArgs args = problem.args();
+      const auto in_16 = Result(exec, args).all();
+      args.products = products;
+      EXPECT_EQ(Result(exec, args).all(), in_16) << (large_keys ? "large keys" : "large queries");
+    }
+  });
+}
+
 TEST(Products, EqualTheSameArithmeticInFloat64) {
   each_products([](const Exec& exec, Products products) {
     for (int i = 0; i < scaled(24); ++i) {

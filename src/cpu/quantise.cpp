@@ -85,8 +85,7 @@ bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) cons
   });
   for (int64_t i = 1; i < kParts; ++i) parts_[0].add(parts_[i]);
   for (int64_t i = kParts + 1; i <= 2 * kParts; ++i) parts_[kParts].add(parts_[i]);
-  if (!parts_[0].finite || !parts_[kParts].finite) return false;
-  choose_factors(parts_[0], parts_[kParts]);
+  if (!parts_[0].finite || !parts_[kParts].finite || !choose_factors(parts_[0], parts_[kParts])) return false;
 
   const int64_t pieces = ceil_div(k.tokens, kRows);
   exec.pool->run(pieces + ceil_div(extra.tokens, kRows), [&](int64_t i, int) {
@@ -99,7 +98,7 @@ bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) cons
 
 // Keys are taken off the middle of their range, which leaves the least to be rounded, and queries and keys share their
 // channels' ranges, so that one that stands out costs both the same.
-void Quantiser::choose_factors(const Part& q, const Part& k) const {
+bool Quantiser::choose_factors(const Part& q, const Part& k) const {
   *factors_ = {};
   float reach[kMostChannels], high_q[kMostChannels], most = 0;
   const auto counts = [&](int64_t c) { return high_q[c] > kTinyRange && reach[c] > kTinyRange; };  // others: shifts alone
@@ -111,11 +110,14 @@ void Quantiser::choose_factors(const Part& q, const Part& k) const {
     if (counts(c)) most = std::max(most, std::sqrt(reach[c]) * std::sqrt(high_q[c]));
   }
   factors_->unit_k = most > 0 ? most / kMostByte : 1;
+  bool finite = true;
   for (int64_t c = 0; c < dim_; ++c) {
     if (!counts(c)) continue;
     factors_->times_q[c] = std::sqrt(reach[c] / high_q[c]);
     factors_->times_k[c] = std::sqrt(high_q[c] / reach[c]) / factors_->unit_k;
+    finite &= std::isfinite(factors_->times_q[c]) && std::isfinite(factors_->times_k[c]);
   }
+  return finite;
 }
 
 }  // namespace scope::cpu

@@ -10,7 +10,7 @@ namespace scope::cpu {
 class Quantiser {
  public:
   Quantiser(Arena& arena, int64_t k_tokens, int64_t extra, int64_t dim);
-  // False: the head holds what is not finite, and needs 16 bits.
+  // False: the head holds what is not finite, or a channel whose factors are not, and needs 16 bits.
   bool run(const Exec& exec, const AttendArgs& args, int64_t head) const;
 
   const ByteFactors& factors() const { return *factors_; }
@@ -22,7 +22,7 @@ class Quantiser {
   struct Part;
 
   RowsView words(const uint8_t* first, int64_t rows) const;
-  void choose_factors(const Part& q, const Part& k) const;
+  bool choose_factors(const Part& q, const Part& k) const;
 
   int64_t dim_, pitch_;
   uint8_t* bytes_;   // [k_tokens + extra, pitch]
