@@ -353,6 +353,28 @@ TEST(Products, ConstantKeysAndZeroRows) {
   });
 }
 
+// Products so small that their unit is no float: what is left are the biases, which a device divides by that unit.
+TEST(Products, BiasesBesideProductsThatVanish) {
+  each_products([](const Exec& exec, Products products) {
+    Random random(16);
+    Problem problem(random, DType::bf16, 100, 300, 128, 1e-25);
+    for (int64_t j = 0; j < 300; ++j) {
+      for (int64_t c = 0; c < 128; ++c) problem.k.set(j, c, 1e-25 * random.normal());
+    }
+    problem.add_group(100);
+    problem.select_some(0, random, 0.1);
+    problem.add_extra(random, 40);
+    for (float& x : problem.extra_k) x *= 1e-25f;
+    for (const float bias : {0.0f, 5.0f, -20.0f}) {
+      problem.bias[0] = bias;
+      set_mask_bit(problem.extra_mask.data(), 0);
+      AttendArgs args = problem.args();
+      args.products = products;
+      ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args)) << "bias " << bias;
+    }
+  });
+}
+
 // A head with a value that is not finite is done in 16 bits, and the others of its chunk are not.
 TEST(Products, HeadThatIsNotFiniteIsDoneIn16Bits) {
   each_products([](const Exec& exec, Products products) {
