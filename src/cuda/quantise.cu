@@ -18,7 +18,7 @@ constexpr int kRun = 4;                        // rows that half a warp reads be
 constexpr int kBlockRows = 4 * kRun * kSlots;  // rows that a block rounds
 constexpr int kParts = 32;                     // of a head's tokens; sums are added up in their order
 constexpr float kTiny = 0x1p-100f;             // and below: as good as zero
-constexpr float kMostByte = 127, kMostE4m3 = 448, kLeastUnit = 0x1p-126f;
+constexpr float kMostByte = 127, kMostE4m3 = 448, kLeastUnit = 0x1p-100f;
 
 enum class Kind { queries, keys, values };
 
@@ -244,14 +244,17 @@ __global__ void __launch_bounds__(kChannels)
   const bool spread = far > kTiny;
 
   float* to = channels + head * kFactors * kChannels + c;
-  to[kTimesQ * kChannels] = counts ? sqrtf(reach / found[kHighQ]) : 0;
+  const float times_q = counts ? sqrtf(reach / found[kHighQ]) : 0,
+              times_k = counts ? sqrtf(found[kHighQ] / reach) / unit : 0;
+  to[kTimesQ * kChannels] = times_q;
   to[kCentreK * kChannels] = found[kLowK] <= found[kHighK] ? centre : 0;
-  to[kTimesK * kChannels] = counts ? sqrtf(found[kHighQ] / reach) / unit : 0;
+  to[kTimesK * kChannels] = times_k;
   to[kUnitK * kChannels] = unit;
   to[kCentreV * kChannels] = mean;
   to[kTimesV * kChannels] = spread ? kMostE4m3 / far : 0;
   to[kUnitV * kChannels] = spread ? far / kMostE4m3 : 0;
-  const bool any = __syncthreads_or(isnan(found[kBeyondQ] + found[kBeyondK] + found[kBeyondV]) ? 1 : 0) != 0;
+  const bool mine = isnan(found[kBeyondQ] + found[kBeyondK] + found[kBeyondV]) || !isfinite(times_q) || !isfinite(times_k);
+  const bool any = __syncthreads_or(mine ? 1 : 0) != 0;
   if (c == 0) beyond[head] = any ? 1 : 0;
 }
 

@@ -14,7 +14,7 @@ struct EightBits {
   HeadRows<const uint8_t> k, v;           // s8 and e4m3 [k_tokens + extra]; v only for qkv8
   PerHead<const float> q_unit, q_shift;   // [q_tokens], in the order of the groups
   PerHead<const float> v_unit, v_centre;  // [128]
-  const uint32_t* beyond;                 // [heads] not 0: holds what is not finite, and needs 16 bits
+  const uint32_t* beyond;  // [heads] not 0: holds what is not finite, or has factors that are not, and needs 16 bits
 };
 
 // A chunk's scratch.
