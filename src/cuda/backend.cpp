@@ -18,10 +18,6 @@ namespace cuda {
 
 namespace {
 
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) fail(status_of(error), "{}: {}", what, cudaGetErrorString(error));
-}
-
 cudaStream_t stream(const Exec& exec) { return static_cast<cudaStream_t>(exec.stream); }
 
 bool capturing(const Exec& exec) {

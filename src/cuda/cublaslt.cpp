@@ -28,9 +28,6 @@ int type_of(DType dtype) { return dtype == DType::f32 ? kReal32F : kRealBf16; }
 void check(int status, const char* what) {
   require(status == 0, status == 3 ? Status::out_of_memory : Status::device, "cuBLASLt: {} gave status {}", what, status);
 }
-void check(cudaError_t error, const char* what) {
-  require(error == cudaSuccess, status_of(error), "{}: {}", what, cudaGetErrorString(error));
-}
 
 }  // namespace
 

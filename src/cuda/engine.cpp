@@ -15,9 +15,7 @@ namespace scope::video {
 
 namespace {
 
-void check(cudaError_t error, const char* what) {
-  require(error == cudaSuccess, cuda::status_of(error), "{}: {}", what, cudaGetErrorString(error));
-}
+using cuda::check;
 
 struct DeviceWeights : Weights {
   Buffer memory;        // bf16 [out, depth]

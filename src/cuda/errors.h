@@ -1,7 +1,9 @@
-// What a CUDA error means for a call.
+// What a CUDA error means for a call, and how it is said.
 #pragma once
 
 #include <cuda_runtime_api.h>
+
+#include <string>
 
 #include "core/error.h"
 
@@ -26,6 +28,10 @@ inline Status status_of(cudaError_t error) {
     default:
       return Status::device;
   }
+}
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw Error(status_of(error), std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 }  // namespace scope::cuda

@@ -13,9 +13,6 @@
 
 namespace scope::cuda {
 
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) fail(status_of(error), std::string(what) + ": " + cudaGetErrorString(error));
-}
 // After every launch: a configuration that the device refuses is reported at once, and by name.
 inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
 
