@@ -22,6 +22,7 @@ struct Layout {
   int32_t* counter;   // [2, 2] tiles in a list, and the next one to take
   int32_t* keys;      // [heads, groups] set bits of mask | keep
   int32_t* extras;    // [heads, groups] set bits of the extra keys' mask
+  int32_t* cuts;      // [heads, groups] tiles of the group
   AttendTile* tiles;  // [heads * most_tiles]
   uint16_t* extra_k;  // [heads, extra, dim]
   uint16_t* extra_v;  // [heads, extra, dim]
@@ -38,6 +39,7 @@ struct Layout {
     counter = arena.take<int32_t>(4);
     keys = arena.take<int32_t>(heads * groups);
     extras = arena.take<int32_t>(heads * groups);
+    cuts = arena.take<int32_t>(heads * groups);
     tiles = arena.take<AttendTile>(heads * most_tiles(q_tokens, groups));
     extra_k = arena.take<uint16_t>(heads * extra * dim);
     extra_v = arena.take<uint16_t>(heads * extra * dim);
@@ -64,13 +66,10 @@ struct Groups {
   __device__ bool listed(int64_t head) const { return beyond == nullptr || (beyond[head] != 0) == lists_beyond; }
   __device__ int64_t begin(int64_t head, int64_t group) const { return offsets ? offsets[head][group] : group * q_tokens; }
   __device__ int64_t size(int64_t head, int64_t group) const { return begin(head, group + 1) - begin(head, group); }
-  __device__ int64_t tiles(int64_t head, int64_t group) const {
-    return listed(head) ? (size(head, group) + tile_rows - 1) / tile_rows : 0;
-  }
 };
 
 // A warp per group of a head.
-__global__ void __launch_bounds__(kThreads) count_keys(Groups in, int32_t* keys, int32_t* extras) {
+__global__ void __launch_bounds__(kThreads) count_keys(Groups in, int32_t* keys, int32_t* extras, int32_t* cuts) {
   const int64_t at = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32, head = at / in.groups, group = at % in.groups;
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (head >= in.heads) return;
@@ -89,50 +88,55 @@ __global__ void __launch_bounds__(kThreads) count_keys(Groups in, int32_t* keys,
   if (lane == 0) {
     keys[at] = in.mask ? key : static_cast<int32_t>(in.k_tokens);
     extras[at] = extra;
+    cuts[at] = static_cast<int32_t>((in.size(head, group) + in.tile_rows - 1) / in.tile_rows);
   }
 }
 
 // A block per head. The list goes head by head, because one head's keys and values fill the L2 cache, and within a head
 // from the most keys to the fewest, so that blocks finish together.
-__global__ void __launch_bounds__(kThreads)
-    list_tiles(Groups in, const int32_t* keys, const int32_t* extras, AttendTile* tiles, int32_t* counter) {
-  const int64_t head = blockIdx.x;
-  __shared__ int32_t before;  // tiles of the heads before this one
-  if (threadIdx.x == 0) before = 0;
+__global__ void __launch_bounds__(kThreads) list_tiles(Groups in, const int32_t* keys, const int32_t* extras,
+                                                       const int32_t* cuts, AttendTile* tiles, int32_t* counter) {
+  const auto head = static_cast<int32_t>(blockIdx.x), groups = static_cast<int32_t>(in.groups);
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  __shared__ int32_t before;         // tiles of the heads before this one
+  __shared__ int2 others[kThreads];  // keys and tiles of groups, as many as there are threads at a time
+  if (thread == 0) before = 0;
   __syncthreads();
-  int32_t sum = 0;
-  for (int64_t i = threadIdx.x; i < head * in.groups; i += kThreads) {
-    sum += static_cast<int32_t>(in.tiles(i / in.groups, i % in.groups));
-  }
+  int32_t sum = 0, own = 0;
+#pragma unroll 8
+  for (int32_t i = thread; i < head * groups; i += kThreads) sum += in.listed(i / groups) ? cuts[i] : 0;
   atomicAdd(&before, sum);
-  __syncthreads();
+  keys += int64_t{head} * groups, extras += int64_t{head} * groups, cuts += int64_t{head} * groups;
 
-  const int32_t* count = keys + head * in.groups;
-  for (int64_t group = threadIdx.x; in.listed(head) && group < in.groups; group += kThreads) {
-    int64_t at = before;
-    for (int64_t other = 0; other < in.groups; ++other) {
-      const bool first = count[other] > count[group] || (count[other] == count[group] && other < group);
-      if (first) at += in.tiles(head, other);
+  for (int32_t first = 0; in.listed(head) && first < groups; first += kThreads) {
+    const int32_t group = first + thread, count = group < groups ? keys[group] : 0;
+    int32_t at = 0;
+    for (int32_t from = 0; from < groups; from += kThreads) {
+      __syncthreads();
+      if (from + thread < groups) others[thread] = {keys[from + thread], cuts[from + thread]};
+      __syncthreads();
+      const int32_t end = min(kThreads, groups - from);
+#pragma unroll 8
+      for (int32_t i = 0; i < end; ++i) {
+        const int2 other = others[i];
+        at += other.x > count || (other.x == count && from + i < group) ? other.y : 0;
+      }
     }
+    if (group >= groups) continue;
+    own += cuts[group];
+    at += before;
     const int64_t begin = in.begin(head, group), size = in.size(head, group);
     for (int64_t row = 0; row < size; row += in.tile_rows) {
-      tiles[at++] = {static_cast<int32_t>(head),
-                     static_cast<int32_t>(group),
-                     static_cast<int32_t>(begin + row),
-                     static_cast<int32_t>(min(size - row, in.tile_rows)),
-                     count[group],
-                     extras[head * in.groups + group]};
+      tiles[at++] = {
+          head,  group,        static_cast<int32_t>(begin + row), static_cast<int32_t>(min(size - row, in.tile_rows)),
+          count, extras[group]};
     }
   }
   if (head == in.heads - 1) {
-    int32_t own = 0;
-    for (int64_t group = threadIdx.x; group < in.groups; group += kThreads) {
-      own += static_cast<int32_t>(in.tiles(head, group));
-    }
     __syncthreads();  // every thread has read `before`
     atomicAdd(&before, own);
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (thread == 0) {
       counter[0] = before;
       counter[1] = 0;
     }
@@ -243,9 +247,9 @@ void attend(const Exec& exec, const AttendArgs& args) {
            args.q.dtype, at.extra_k, at.extra_v);
   }
   if (groups == 0) return;
-  launch(exec, "count_keys", count_keys, ceil_div(count * groups, kWarps), kThreads, 0, in, at.keys, at.extras);
+  launch(exec, "count_keys", count_keys, ceil_div(count * groups, kWarps), kThreads, 0, in, at.keys, at.extras, at.cuts);
   const auto run = [&](AttendTile* tiles, int32_t* counter) {
-    launch(exec, "list_tiles", list_tiles, count, kThreads, 0, in, at.keys, at.extras, tiles, counter);
+    launch(exec, "list_tiles", list_tiles, count, kThreads, 0, in, at.keys, at.extras, at.cuts, tiles, counter);
     work.tiles = tiles;
     work.tile_count = counter;
     work.next_tile = counter + 1;
