@@ -53,13 +53,13 @@ void launch_type(const Exec& exec, const AttendLaunch& at) {
   const bool narrow = at.dim <= 64;
   switch (at.products) {
     case Products::bf16:
-      return narrow ? launch_kernel<Config<kType, 64, 96, 14>>(exec, at)
-                    : launch_kernel<Config<kType, 128, 80, 16>>(exec, at);
+      return narrow ? launch_kernel<Config<kType, 64, 96, 44>>(exec, at)
+                    : launch_kernel<Config<kType, 128, 80, 27>>(exec, at);
     case Products::qk8:
-      return narrow ? launch_kernel<Config<kType, 64, 96, 14, Products::qk8>>(exec, at)
-                    : launch_kernel<Config<kType, 128, 80, 16, Products::qk8>>(exec, at);
+      return narrow ? launch_kernel<Config<kType, 64, 96, 44, Products::qk8>>(exec, at)
+                    : launch_kernel<Config<kType, 128, 80, 53, Products::qk8>>(exec, at);
     case Products::qkv8:
-      return narrow ? launch_kernel<Config<kType, 64, 96, 14, Products::qkv8>>(exec, at)
+      return narrow ? launch_kernel<Config<kType, 64, 96, 44, Products::qkv8>>(exec, at)
                     : launch_kernel<Config<kType, 128, 96, 14, Products::qkv8>>(exec, at);
   }
 }

@@ -29,15 +29,21 @@ struct Config {
   static constexpr int kListKeys = kLists * kKeys;
   static constexpr int kFeederRegisters = 56, kConsumerRegisters = 152;
   static_assert(kDim % 64 == 0 && kKeys % 16 == 0);
-  static_assert(kListKeys >= 32 * 32 + kKeys, "what 32 words of a mask can hold, behind a block begun");
+  static constexpr int kWords = kByteValues && kDim == 128 ? 2 : 4;  // of a mask, that a lane lists at a time
+  static_assert(kListKeys / 2 >= std::max(32 * kWords, kKeys), "what a lane can list, and a block begun");
 };
 
-inline constexpr int kAhead =
-    8;  // 32-word pieces of a mask under way: at low density they are used up faster than memory answers
+inline constexpr int kAhead = 4;  // pieces of 32 kWords words of a mask under way: memory is far
 inline constexpr int kTiles = 4;  // tiles announced to the consumers
 inline constexpr int kLoaderWarps = 3, kLoaders = 32 * kLoaderWarps;
 inline constexpr int32_t kExtraKey = std::numeric_limits<int32_t>::min();  // flag: an extra key
 inline constexpr int32_t kNoKey = -1;
+
+// Words of a mask that follow one another.
+template <int kCount>
+struct alignas(4 * kCount) Words {
+  uint32_t at[kCount];
+};
 
 // What values in bytes need besides: rows before they are transposed, and totals, because a product of e4m3 keeps 13 bits of
 // a sum.
@@ -56,12 +62,12 @@ struct Shared : ForByteValues<C> {
   alignas(1024) uint8_t q[C::kByteValues ? kQueries : std::max(kQueries, 4 * C::kSums)];
   alignas(1024) uint8_t k[C::kStages][C::kKeyBytes];
   alignas(1024) uint8_t v[C::kStages][C::kValueBytes];
-  float unit[C::kConsumers][64];     // of each query's logits, with bytes
-  AttendTile tiles[kTiles];          // rows == 0: no more
-  int32_t keys[C::kListKeys];        // a ring of blocks: a key, kExtraKey | an extra key, or kNoKey
-  uint32_t ahead[kAhead][2][32];     // words of the mask and of the keys that every query sees, as they arrive
-  float bias[C::kStages][C::kKeys];  // over scale; of extra keys only
-  float2 parts[64];                  // a warpgroup's maximum and sum for each row of a shared tile
+  float unit[C::kConsumers][64];          // of each query's logits, with bytes
+  AttendTile tiles[kTiles];               // rows == 0: no more
+  int32_t keys[C::kListKeys];             // a ring of blocks: a key, kExtraKey | an extra key, or kNoKey
+  Words<C::kWords> ahead[kAhead][2][32];  // words of the mask and of the keys that every query sees, as they arrive
+  float bias[C::kStages][C::kKeys];       // over scale; of extra keys only
+  float2 parts[64];                       // a warpgroup's maximum and sum for each row of a shared tile
   uint64_t tile_full[kTiles], tile_empty[kTiles];
   uint64_t list_full[C::kLists], list_empty[C::kLists];
   uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];

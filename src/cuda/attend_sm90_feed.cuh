@@ -30,61 +30,109 @@ __device__ void expand(const AttendLaunch& at, Shared<C>& shared) {
     int place = closing.slot() * C::kKeys;  // in the ring, of the next key
 
     const auto open = [&](int blocks) {
+#pragma unroll 1
       for (; opened < blocks; ++opened, opening.next()) {
         barrier_wait(shared_address(&shared.list_empty[opening.slot()]), opening.parity() ^ 1);
       }
     };
     const auto close = [&](int blocks) {
       __syncwarp();
+#pragma unroll 1
       for (; closed < blocks; ++closed, closing.next()) {
         barrier_arrive(shared_address(&shared.list_full[closing.slot()]));
       }
     };
     const auto wrap = [&](int i) { return i < C::kListKeys ? i : i - C::kListKeys; };
+    // 32 * kWords words of a mask at a time; each lane lists kWords of them that follow one another.
     const auto walk = [&](const uint32_t* mask, const uint32_t* also, int words, int bits, int32_t flag, int until) {
+      constexpr int kPiece = 32 * C::kWords;
       const auto fetch = [&](int first) {
-        const int i = first + lane, slot = first / 32 % kAhead;
-        if (mask != nullptr && i < words) {
-          copy_4(shared_address(&shared.ahead[slot][0][lane]), mask + i);
-          if (also != nullptr) copy_4(shared_address(&shared.ahead[slot][1][lane]), also + i);
+        const auto& to = shared.ahead[first / kPiece % kAhead];
+        if (mask != nullptr) {
+#pragma unroll
+          for (int i = 0; i < kPiece; i += 32) {
+            const int word = first + i + lane, bytes = word < words ? 4 : 0;
+            copy_4(shared_address(to[0]) + 4 * (i + lane), mask + word, bytes);
+            if (also != nullptr) copy_4(shared_address(to[1]) + 4 * (i + lane), also + word, bytes);
+          }
         }
         commit_copies();
       };
-      const auto fetched = [&](int first) {  // each lane reads only what it copied itself
-        const int i = first + lane, slot = first / 32 % kAhead;
-        wait_copies<kAhead - 1>();
-        if (i >= words) return 0u;
-        if (mask == nullptr) return bits - 32 * i >= 32 ? ~0u : (1u << (bits - 32 * i)) - 1;
-        return shared.ahead[slot][0][lane] | (also == nullptr ? 0u : shared.ahead[slot][1][lane]);
+      const auto fetched = [&](int first) {
+        Words<C::kWords> found;
+        if (mask == nullptr) {
+#pragma unroll
+          for (int w = 0; w < C::kWords; ++w) {
+            const int left = bits - 32 * (first + C::kWords * lane + w);
+            found.at[w] = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+          }
+          return found;
+        }
+        const auto& from = shared.ahead[first / kPiece % kAhead];
+        found = from[0][lane];
+        if (also != nullptr) {
+          const auto more = from[1][lane];
+#pragma unroll
+          for (int w = 0; w < C::kWords; ++w) found.at[w] |= more.at[w];
+        }
+        return found;
       };
-      for (int i = 0; i < kAhead - 1; ++i) fetch(32 * i);
-      for (int first = 0; done < until && first < words; first += 32) {
-        fetch(first + 32 * (kAhead - 1));
-        const uint32_t mine = fetched(first);
-        int through = __popc(mine);
+#pragma unroll 1
+      for (int i = 0; i < kAhead - 1; ++i) fetch(kPiece * i);
+      for (int first = 0; done < until && first < words; first += kPiece) {
+        fetch(first + kPiece * (kAhead - 1));  // over words that every lane has read: their sums were exchanged since
+        wait_copies<kAhead - 1>();
+        __syncwarp();
+        const Words<C::kWords> own = fetched(first);
+        int mine = 0;
+#pragma unroll
+        for (int w = 0; w < C::kWords; ++w) mine += __popc(own.at[w]);
+        int through = mine;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
           const int before = __shfl_up_sync(~0u, through, step);
           if (lane >= step) through += before;
         }
         const int total = __shfl_sync(~0u, through, 31);
-        if (total == 0) continue;
-        open((done + total + C::kKeys - 1) / C::kKeys);
-        // Each lane lists its own word, bit by bit: as many turns as the fullest has bits, which are few where little is
-        // kept.
-        const int32_t key = flag | 32 * (first + lane);
-        const int turns = __reduce_max_sync(~0u, __popc(mine));
-        uint32_t left = mine;
-        int to = wrap(place + through - __popc(mine));
+        for (int listed = 0; listed < total;) {  // once, unless half the ring is too little: the other half is being read
+          const bool fits = through - listed <= C::kListKeys / 2, now = fits && through - mine >= listed;
+          const int count = __reduce_max_sync(~0u, fits ? through : 0) - listed;
+          open((done + count + C::kKeys - 1) / C::kKeys);
+          // Each lane lists its words bit by bit, two words at a time: as many turns as the fullest has bits, which are few
+          // where little is kept.
+          const uint32_t list = shared_address(shared.keys), end = list + 4 * C::kListKeys;
+          int behind = place + through - mine - listed;
+#pragma unroll
+          for (int w = 0; w < C::kWords; w += 2) {
+            const int32_t key = flag | 32 * (first + C::kWords * lane + w);
+            uint32_t left[2], to[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              left[i] = now ? own.at[w + i] : 0;
+              to[i] = list + 4 * wrap(behind);
+              behind += __popc(left[i]);
+            }
+            const int turns = __reduce_max_sync(~0u, max(__popc(left[0]), __popc(left[1])));
+            const auto put = [&]<bool kWraps>(std::bool_constant<kWraps>) {
 #pragma unroll 2
-        for (int i = 0; i < turns; ++i) {
-          store_if(left != 0, shared_address(shared.keys) + 4 * to, key + __ffs(left) - 1);
-          left &= left - 1;
-          to = wrap(to + 1);
+              for (int turn = 0; turn < turns; ++turn) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                  const uint32_t below = left[i] - 1;
+                  store_if(left[i] != 0, to[i], key + 32 * i + __popc(below & ~left[i]));
+                  left[i] &= below;
+                  to[i] += 4;
+                  if (kWraps && to[i] == end) to[i] = list;
+                }
+              }
+            };
+            place + count <= C::kListKeys ? put(std::false_type()) : put(std::true_type());
+          }
+          done += count;
+          listed += count;
+          place = wrap(place + count);
+          close(done / C::kKeys);
         }
-        done += total;
-        place = wrap(place + total);
-        close(done / C::kKeys);
       }
       wait_all_copies();
     };

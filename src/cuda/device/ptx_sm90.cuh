@@ -44,7 +44,7 @@ __device__ inline void named_sync(int id, int threads) {
 
 // ---- copies ----
 
-// 16 bytes from global to shared memory, of which the first `bytes` (16 or 0) are read and the rest are zero.
+// 16 or 4 bytes from global to shared memory, of which the first `bytes` (all or none) are read and the rest are zero.
 __device__ inline void copy_16(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -53,6 +53,9 @@ __device__ inline void copy_16(uint32_t to, const void* from) {
 }
 __device__ inline void copy_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ inline void copy_4(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ inline void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
