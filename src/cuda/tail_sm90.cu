@@ -47,8 +47,9 @@ __device__ void add_row_sums(float (&sum)[4], const uint32_t (&a)[4]) {
   }
 }
 
-// Copies blocks of keys and of values, of which eight threads take 128 bytes of a row, and what is kept of them.
-template <class C>
+// Copies blocks of keys and of values, of which eight threads take 128 bytes of a row, and what is kept of them. kPlain: key
+// j is token j, so that a thread's places only move on from block to block.
+template <class C, bool kPlain>
 __device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, KeyRange keys, int group0,
                      Shared<C>& shared) {
   const int chunk = threadIdx.x % 8, row0 = threadIdx.x / 8;
@@ -56,42 +57,55 @@ __device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head,
   constexpr int kOwn = 2 * C::kGroups / 128;  // words of the mask for a thread
   const uint32_t* kept[kOwn];
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) kept[i] = kept_row(p, tail, head, group0 + static_cast<int>(threadIdx.x) / 2 + 64 * i);
+  for (int i = 0; i < kOwn; ++i) {
+    kept[i] = kept_row(p, tail, head, group0 + static_cast<int>(threadIdx.x) / 2 + 64 * i);
+    if (kPlain && kept[i] != nullptr) kept[i] += keys.begin / 32 + threadIdx.x % 2;
+  }
+  const auto first_row = [&](const HeadRows<const uint16_t>& rows) { return rows.row(head, keys.begin + row0) + 8 * chunk; };
+  const uint16_t *k_row = first_row(p.k), *v_row = first_row(tail.v);  // kPlain: what this thread copies next
   Ring<C::kStages> stage;
-  for (int32_t first = keys.begin; first < keys.end; first += C::kKeys, stage.next()) {
-    const auto copy = [&](const HeadRows<const uint16_t>& rows, uint32_t to) {
+  const auto copy_block = [&](int32_t first, auto whole) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const auto copy = [&](const HeadRows<const uint16_t>& rows, const uint16_t*& next, uint32_t to) {
 #pragma unroll
       for (int i = 0; i < C::kKeys / 16; ++i) {
         const int32_t key = first + row0 + 16 * i;
-        const bool real = key < keys.end;
-        const uint16_t* from = rows.row(head, real ? p.token(key) : 0) + 8 * chunk;
+        const bool real = kWhole || key < keys.end;
+        const uint16_t* from = next;
+        if (!kPlain || !real) from = rows.row(head, real ? p.token(key) : 0) + 8 * chunk;
 #pragma unroll
         for (int panel = 0; panel < C::kPanels; ++panel) {
           copy_16(to + place + i * 2048 + panel * C::kPanelBytes, from + 64 * panel,
                   real && 64 * panel + 8 * chunk < p.dim ? 16 : 0);
         }
+        if (kPlain) next += 16 * rows.row_step;
       }
     };
     barrier_wait(shared_address(&shared.k_empty[stage.slot()]), stage.parity() ^ 1);
-    copy(p.k, shared_address(shared.k[stage.slot()]));
+    copy(p.k, k_row, shared_address(shared.k[stage.slot()]));
     barrier_arrive_after_copies(shared_address(&shared.k_full[stage.slot()]));
     barrier_wait(shared_address(&shared.v_empty[stage.slot()]), stage.parity() ^ 1);
     const int32_t word = first + threadIdx.x % 2 * 32;  // its first key
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       uint32_t* to = &shared.kept[stage.slot()][64 * i].x + threadIdx.x;
-      if (kept[i] == nullptr || word >= keys.end) continue;
-      if (p.rows == nullptr) {
-        copy_4(shared_address(to), kept[i] + word / 32);
+      if (kept[i] == nullptr || (!kWhole && word >= keys.end)) continue;
+      if (kPlain) {
+        copy_4(shared_address(to), kept[i]);
+        kept[i] += C::kKeys / 32;
       } else {
         *to = kept_bits(p, kept[i], word);
       }
     }
     const uint32_t full = shared_address(&shared.kept_full[stage.slot()]);
-    p.rows == nullptr ? barrier_arrive_after_copies(full) : barrier_arrive(full);
-    copy(tail.v, shared_address(shared.v[stage.slot()]));
+    kPlain ? barrier_arrive_after_copies(full) : barrier_arrive(full);
+    copy(tail.v, v_row, shared_address(shared.v[stage.slot()]));
     barrier_arrive_after_copies(shared_address(&shared.v_full[stage.slot()]));
-  }
+    stage.next();
+  };
+  int32_t first = keys.begin;
+  for (; first + C::kKeys <= keys.end; first += C::kKeys) copy_block(first, std::true_type());
+  if (first < keys.end) copy_block(first, std::false_type());
   wait_all_copies();
 }
 
@@ -258,7 +272,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0);
   if (warpgroup < 0) {
     shrink_registers<C::kFeederRegisters>();
-    load<C>(p, tail, head, keys, group0, shared);
+    p.rows == nullptr ? load<C, true>(p, tail, head, keys, group0, shared)
+                      : load<C, false>(p, tail, head, keys, group0, shared);
   } else {
     grow_registers<C::kConsumerRegisters>();
     if (warpgroup < busy) consume<C>(p, tail, head, part, keys, group0 + 64 * warpgroup, warpgroup, shared);
