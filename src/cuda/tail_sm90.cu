@@ -47,6 +47,20 @@ __device__ void add_row_sums(float (&sum)[4], const uint32_t (&a)[4]) {
   }
 }
 
+// The larger; NaN where one is.
+__device__ float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
+// The highest bits of byte `byte` of x and y, each 16 times: x's in the lower half.
+__device__ uint32_t signs(uint32_t x, uint32_t y, int byte) {
+  uint32_t both;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(both) : "r"(x), "r"(y), "r"(0xcc88 + 0x1111 * byte));
+  return both;
+}
+
 // Copies blocks of keys and of values, of which eight threads take 128 bytes of a row, and what is kept of them. kPlain: key
 // j is token j, so that a thread's places only move on from block to block.
 template <class C, bool kPlain>
@@ -182,24 +196,38 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
         if (i / 4 * 8 + i % 2 >= left) s[i] = -kInfinity;
       }
     }
+    float top[2];
+    const auto find_tops = [&] {
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) s[i] = fmaxf(s[i], -kInfinity);  // NaN: weighs nothing
-    softmax.block(s, unit);
+      for (int h = 0; h < 2; ++h) {
+        top[h] = s[2 * h];
+#pragma unroll
+        for (int i = 1; i < kKeys / 4; ++i) top[h] = max_or_nan(top[h], s[i / 2 * 4 + 2 * h + i % 2]);
+      }
+    };
+    find_tops();
+    if (__any_sync(~0u, isnan(top[0]) || isnan(top[1]))) {  // seldom
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) s[i] = fmaxf(s[i], -kInfinity);  // NaN: weighs nothing
+      find_tops();
+    }
+    softmax.block(s, unit, [&](int h) { return top[h]; });
   };
   // Rounds the weights of dropped keys, and leaves out the others.
   const auto pack_weights = [&] {
     barrier_wait(shared_address(&shared.kept_full[v.slot()]), v.parity());
-    uint32_t kept[2][2];  // [row][word]
+    uint32_t even[2][2], odd[2][2];  // [row][word]: of every 8 keys the thread's two, in the highest bit of their byte
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint2 words = shared.kept[v.slot()][64 * warpgroup + 16 * warp + lane / 4 + 8 * h];
-      kept[h][0] = words.x >> (lane % 4 * 2), kept[h][1] = words.y >> (lane % 4 * 2);
+      const int shift = 6 - lane % 4 * 2;
+      even[h][0] = words.x << (shift + 1), even[h][1] = words.y << (shift + 1);
+      odd[h][0] = words.x << shift, odd[h][1] = words.y << shift;
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) {
-      const int h = i % 2, bit = i / 2 * 8;
-      const uint32_t bits = kept[h][bit / 32] >> bit % 32;
-      weights[i / 4][i % 4] = pack<C::kType>(bits & 1 ? 0 : s[2 * i], bits & 2 ? 0 : s[2 * i + 1]);
+      const int h = i % 2, word = i / 8, byte = i / 2 % 4;
+      weights[i / 4][i % 4] = pack<C::kType>(s[2 * i], s[2 * i + 1]) & ~signs(even[h][word], odd[h][word], byte);
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) add_row_sums<C::kType>(total, weights[i]);

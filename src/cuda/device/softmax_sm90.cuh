@@ -101,13 +101,20 @@ struct Softmax {
   // s: logits -> probabilities. unit: of a logit of each row, in powers of two.
   template <int kCount>
   __device__ void block(float (&s)[kCount], const float (&unit)[2]) {
-    float shift[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    block(s, unit, [&](int h) {
       float top = s[2 * h];
 #pragma unroll
       for (int i = 0; i < kCount / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * h + i % 2]);
-      top = quad_max(top);
+      return top;
+    });
+  }
+  // The same; top_of(h): the highest of the thread's logits in row h.
+  template <int kCount, class TopOf>
+  __device__ void block(float (&s)[kCount], const float (&unit)[2], const TopOf& top_of) {
+    float shift[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float top = quad_max(top_of(h));
       const float before = high[h];
       if (!((top - before) * unit[h] <= Range::kLag)) high[h] = fmaxf(before, top);
       const float base = high[h] == -kInfinity ? 0.0f : high[h];  // -inf minus -inf would be NaN
