@@ -37,19 +37,30 @@ __device__ inline uint32_t load_shared(uint32_t address) {
 }
 
 // Blocks share the tiles of all heads evenly. A section is the rows that one load of tables serves; a block works on
-// tiles [begin, end) of one section of one head after the other.
+// tiles [begin, end) of one section of one head after the other. side_by_side: neighbouring blocks have the same tiles of
+// neighbouring sections, so that keys come from memory once; the grid is a multiple of the sections.
 struct Share {
   int64_t at, last;
   int tiles, begin = 0, end = 0, head = 0, section = 0, chunk;
+  bool side_by_side;
   RowSet rows;
 
-  __device__ Share(int heads, const RowSet& of, int rows_each, int tiles_each)
-      : tiles(tiles_each), chunk(rows_each), rows(of) {
-    int64_t all = 0;
-    if (!rows.list) all = int64_t{heads} * sections(0);
-    for (int h = 0; rows.list && h < heads; ++h) all += sections(h);
-    at = all * tiles * blockIdx.x / gridDim.x;
-    last = all * tiles * (blockIdx.x + 1) / gridDim.x;
+  __device__ Share(int heads, const RowSet& of, int rows_each, int tiles_each, bool beside = false)
+      : tiles(tiles_each), chunk(rows_each), side_by_side(beside), rows(of) {
+    int64_t all = heads;
+    int part = static_cast<int>(blockIdx.x), parts = static_cast<int>(gridDim.x);
+    if (side_by_side) {
+      section = part % sections(0);
+      part /= sections(0);
+      parts /= sections(0);
+    } else if (!rows.list) {
+      all *= sections(0);
+    } else {
+      all = 0;
+      for (int h = 0; h < heads; ++h) all += sections(h);
+    }
+    at = all * tiles * part / parts;
+    last = all * tiles * (part + 1) / parts;
   }
   __device__ int sections(int of) const { return (rows.count(of) + chunk - 1) / chunk; }
   __device__ bool next() {
@@ -58,6 +69,10 @@ struct Share {
     begin = static_cast<int>(at - int64_t{row} * tiles);
     end = static_cast<int>(min(int64_t{tiles}, begin + last - at));
     at += end - begin;
+    if (side_by_side) {
+      head = row;
+      return true;
+    }
     if (!rows.list) {
       head = row / sections(0);
       row -= head * sections(0);

@@ -127,7 +127,7 @@ static_assert(kFlushExact * 2 * kMostMoment < 1 << kCountShift && kBins * kLanes
 
 template <class Products>
 __global__ void __launch_bounds__(Products::kThreads, 1)
-    exact_histogram(ProxyLaunch p, SelectSpace s, Bins bins, RowSet rows, int chunk) {
+    exact_histogram(ProxyLaunch p, SelectSpace s, Bins bins, RowSet rows, int chunk, bool side_by_side) {
   extern __shared__ uint4 shared[];
   const int warp = warp_index(), lane = threadIdx.x % 32, quad = lane % 4;
   auto* row = reinterpret_cast<Height*>(shared + chunk / kLanes * Products::kPairWords);  // [chunk]
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Products::kThreads, 1)
   for (int u = 0; u < 4; ++u) column[u] = 4 * (8 * ((u + quad) % 4) + lane / 4);
 
   const int tiles = (p.count + Products::kTile - 1) / Products::kTile;
-  for (Share share(p.heads, rows, chunk, tiles); share.next();) {
+  for (Share share(p.heads, rows, chunk, tiles, side_by_side); share.next();) {
     const int head = share.head;
     const int row0 = share.section * chunk, pairs = (min(chunk, rows.count(head) - row0) + kLanes - 1) / kLanes;
     const auto empty = [&] {
@@ -225,8 +225,12 @@ void histogram_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s
       };
       const bool wide = !rows.list && p.groups > kLanes && bytes(2 * kLanes) <= exec.device->shared_bytes;
       const int chunk = wide ? 2 * kLanes : kLanes;
-      const int64_t blocks = blocks_for(exec, 1, int64_t{p.heads} * ceil_div(p.groups, chunk) * ceil_div(p.count, P::kTile));
-      launch(exec, "exact_histogram", exact_histogram<P>, blocks, P::kThreads, bytes(chunk), p, space, bins, rows, chunk);
+      const int64_t sections = ceil_div(p.groups, chunk);
+      int64_t blocks = blocks_for(exec, 1, p.heads * sections * ceil_div(p.count, P::kTile));
+      const bool side_by_side = !rows.list && blocks >= sections;
+      if (side_by_side) blocks -= blocks % sections;
+      launch(exec, "exact_histogram", exact_histogram<P>, blocks, P::kThreads, bytes(chunk), p, space, bins, rows, chunk,
+             side_by_side);
     });
   } else if (tables_fit(exec, p, bins)) {
     const int64_t blocks = blocks_for(exec, 1, lane_blocks * ceil_div(p.count, kHistogramTile));
