@@ -33,6 +33,22 @@ void launch(const Exec& exec, const char* name, void (*kernel)(Parameters...), i
   check_launch(name);
 }
 
+// The same for a kernel whose blocks wait for one another: no more than can be resident at once.
+template <class... Parameters, class... Args>
+void launch_together(const Exec& exec, const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,
+                     const Args&... args) {
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream(exec);
+  config.attrs = &together;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
 // As many blocks as are resident at once, but no more than there is work for.
 inline int64_t blocks_for(const Exec& exec, int64_t blocks_per_sm, int64_t most) {
   return std::max<int64_t>(1, std::min(most, blocks_per_sm * exec.device->multiprocessors));

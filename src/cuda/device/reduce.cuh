@@ -55,6 +55,7 @@ __device__ void block_sums(int64_t (&x)[kN]) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
     x[i] = 0;
+#pragma unroll 4
     for (int w = 0; w < kThreads / 32; ++w) x[i] += parts[w][i];
   }
 }

@@ -1,5 +1,5 @@
-// The search for one bound of all heads of a sample, a launch for each round: a block looks at its head, and all of them
-// sum up what every head found in the round before, so that blocks need not wait for one another.
+// The search for one bound of all heads of a sample, in rounds: a block looks at its head, and all of them sum up what every
+// head found in the round before. Between rounds lies a launch, or a wait of all blocks.
 #pragma once
 
 #include "cuda/device/reduce.cuh"

@@ -1,11 +1,11 @@
-// One bound for all heads of a sample: where its search keeps what it knows from one launch to the next.
+// One bound for all heads of a sample: where its search keeps what it knows from one round to the next.
 #pragma once
 
 #include "core/tensor.h"
 
 namespace scope::cuda {
 
-// Each launch halves the interval twice; the first looks at 0 alone.
+// Each round halves the interval twice; the first looks at 0 alone.
 inline constexpr int kKeyRounds = 21, kCodeRounds = 31;
 
 // An interval that holds the bound, the pairs of queries and keys that all heads keep at its ends, and their queries.

@@ -1,4 +1,6 @@
 // t_c: how many of a row's keys reach rho of its mass; under a target, rho too.
+#include <cooperative_groups.h>
+
 #include "cuda/device/reduce.cuh"
 #include "cuda/select/passes.h"
 #include "cuda/select/rows.cuh"
@@ -88,24 +90,40 @@ __device__ double solve_rho(const ProxyLaunch& p, const SelectSpace& s, Bins bin
   return within_bounds(0.5 * (low + high));
 }
 
-// A round of the search for one rho of all heads; after the last, the rho.
+// The search for one rho of all heads: a block looks at its heads, and all of them wait for what the others found.
 __global__ void __launch_bounds__(kSolveThreads, 1)
-    solve_sample(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a, SampleSpace sample, int round) {
-  if (round == kKeyRounds) {
-    double rho = 1;
-    if (a.goal < 1) {
-      const Bracket b = narrowed<kSolveThreads>(sample, p.heads, p.count, a.goal, round);
-      rho = within_bounds(0.5 * (b.low + b.high));
+    solve_sample(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a, SampleSpace sample) {
+  const auto first = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const bool one_head = p.heads <= blocks;  // so that a thread knows where the crossings of the round before were
+  const int64_t first_queries = queries_of(p, a.sizes[first]);
+  int bin[3] = {}, from = 0, to = bins.count - 1;
+  double before = 0, before_quarter = 0;
+#pragma unroll 1
+  for (int round = 0; round < kKeyRounds && a.goal < 1; ++round) {
+    for (int head = first; head < p.heads; head += blocks) {
+      const int64_t queries = head == first ? first_queries : queries_of(p, a.sizes[head]);
+      const auto pairs_at = [&](double low, double quarter, int64_t(&pairs)[3]) {
+#pragma unroll
+        for (int i = 0; i < 3 && one_head && round > 0; ++i) {
+          const double at = before + (i + 1) * before_quarter;
+          if (at <= low) from = bin[i];
+          if (at == low + 4 * quarter) to = bin[i];
+        }
+        before = low;
+        before_quarter = quarter;
+        if (queries > 0) kept_at(p, s, bins, a, head, queries, low, quarter, from, to, bin, pairs);
+      };
+      look<kSolveThreads>(sample, p.heads, p.count, a.goal, round, head, queries, pairs_at);
     }
-    if (threadIdx.x == 0) *sample.bound = rho;
-    return;
+    cooperative_groups::this_grid().sync();
   }
-  const int64_t head = blockIdx.x, queries = queries_of(p, a.sizes[head]);
-  look<kSolveThreads>(sample, p.heads, p.count, a.goal, round, head, queries,
-                      [&](double low, double quarter, int64_t(&pairs)[3]) {
-                        int bin[3] = {};
-                        if (queries > 0) kept_at(p, s, bins, a, head, queries, low, quarter, 0, bins.count - 1, bin, pairs);
-                      });
+  if (blockIdx.x != 0) return;
+  double rho = 1;
+  if (a.goal < 1) {
+    const Bracket b = narrowed<kSolveThreads>(sample, p.heads, p.count, a.goal, kKeyRounds);
+    rho = within_bounds(0.5 * (b.low + b.high));
+  }
+  if (threadIdx.x == 0) *sample.bound = rho;
 }
 
 __global__ void __launch_bounds__(kSolveThreads, 1) solve_top_p(ProxyLaunch p, SelectSpace s, Bins bins, RuleLaunch a) {
@@ -206,10 +224,8 @@ __global__ void __launch_bounds__(kPickThreads)
 
 void solve_sample_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a,
                        const SampleSpace& sample) {
-  for (int round = a.goal < 1 ? 0 : kKeyRounds; round <= kKeyRounds; ++round) {
-    launch(exec, "solve_sample", solve_sample, round < kKeyRounds ? p.heads : 1, kSolveThreads, 0, p, s, bins, a, sample,
-           round);
-  }
+  const int64_t blocks = blocks_for(exec, 1, p.heads);
+  launch_together(exec, "solve_sample", solve_sample, blocks, kSolveThreads, p, s, bins, a, sample);
 }
 
 void solve_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s, Bins bins, const RuleLaunch& a) {
