@@ -292,8 +292,8 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
 }
 
 // One channel's sum over the keys of a partial result, key by key and so without those that are kept.
-__device__ float plain_sum(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group, int partial, float top,
-                           int channel) {
+__device__ __forceinline__ float plain_sum(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group,
+                                           int partial, float top, int channel) {
   const KeyRange keys = keys_of_part(p, partial / tail.splits, tail.partials / tail.splits);
   const uint32_t* kept = kept_row(p, tail, head, group);
   const int own = kKeys / tail.splits;
@@ -316,26 +316,68 @@ __device__ float plain_sum(const ProxyLaunch& p, const TailLaunch& tail, int64_t
 struct Merged {
   float top = -INFINITY, dropped = 0, others = 0, v = 0, k = 0;  // v and k: means; 0 where nothing is dropped
 };
+// The same sums where some are not finite: these are made again. Seldom.
 template <bool kMean>
-__device__ Merged merge(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group) {
+__device__ __forceinline__ Merged merge_plainly(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group,
+                                                float top) {
   const float* parts = tail.sums[head] + int64_t{group} * tail.partials * tail.width;
-  const int channel = threadIdx.x;
-  Merged all;
-  for (int i = 0; i < tail.partials; ++i) all.top = fmaxf(all.top, parts[i * tail.width]);
+  Merged all{.top = top};
+#pragma unroll 1
   for (int i = 0; i < tail.partials; ++i) {
     const float* part = parts + i * tail.width;
     if (part[1] == 0 && part[2] == 0) continue;
-    const float scale = expf(part[0] - all.top);
+    const float scale = expf(part[0] - top);
     all.dropped += part[1] * scale;
     all.others += part[2] * scale;
-    if (channel >= p.dim) continue;
-    const auto sum = [&](int of) {
-      const float x = part[kTailHeader + of];
-      return isfinite(x) ? x : plain_sum(p, tail, head, group, i, part[0], of);
-    };
-    all.v = fmaf(sum(channel), scale, all.v);
-    if constexpr (!kMean) all.k = fmaf(sum(p.dim + channel), scale, all.k);
+#pragma unroll 1
+    for (int of = static_cast<int>(threadIdx.x); of < (kMean ? 1 : 2) * p.dim; of += p.dim) {
+      float x = part[kTailHeader + of];
+      if (!isfinite(x)) x = plain_sum(p, tail, head, group, i, part[0], of);
+      float& sum = of < p.dim ? all.v : all.k;
+      sum = fmaf(x, scale, sum);
+    }
   }
+  return all;
+}
+
+constexpr int kMostPartials = 16;
+static_assert(kMeanParts90 <= kMostPartials && cut_of(false, true).partials() <= kMostPartials &&
+              cut_of(false, false).partials() <= kMostPartials && cut_of(true, true).partials() <= kMostPartials &&
+              cut_of(true, false).partials() <= kMostPartials);
+template <bool kMean>
+__device__ Merged merge(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group) {
+  __shared__ float4 about[kMostPartials];  // of each, what stands before its sums
+  constexpr int kSums = kMean ? 1 : 2;
+  const float* parts = tail.sums[head] + int64_t{group} * tail.partials * tail.width;
+  const int channel = threadIdx.x;
+  float sums[kMostPartials][kSums];  // read before the first is added
+#pragma unroll
+  for (int i = 0; i < kMostPartials; ++i) {
+    for (int of = 0; of < kSums; ++of) {
+      const bool real = i < tail.partials && channel < p.dim;
+      sums[i][of] = real ? parts[i * tail.width + kTailHeader + of * p.dim + channel] : 0;
+    }
+  }
+  if (channel < tail.partials) about[channel] = *reinterpret_cast<const float4*>(parts + channel * tail.width);
+  __syncthreads();
+  Merged all;
+  for (int i = 0; i < tail.partials; ++i) all.top = fmaxf(all.top, about[i].x);
+  const auto add = [&](int i, float v, float k) {
+    const float scale = expf(about[i].x - all.top);
+    all.dropped += about[i].y * scale;
+    all.others += about[i].z * scale;
+    all.v = fmaf(v, scale, all.v);
+    if constexpr (!kMean) all.k = fmaf(k, scale, all.k);
+  };
+  const auto weighs = [&](int i) { return i < tail.partials && (about[i].y != 0 || about[i].z != 0); };
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < kMostPartials; ++i) {
+    if (!weighs(i)) continue;
+    for (int of = 0; of < kSums; ++of) finite = finite && isfinite(sums[i][of]);
+    add(i, sums[i][0], sums[i][kSums - 1]);
+  }
+  if (!finite) all = merge_plainly<kMean>(p, tail, head, group, all.top);
   all.v = all.dropped > 0 ? all.v / all.dropped : 0;
   all.k = all.dropped > 0 ? all.k / all.dropped : 0;
   return all;
@@ -359,7 +401,7 @@ struct VirtualLaunch {
 };
 
 // A block per row of a head. Group c sees virtual key c, unless it dropped nothing.
-__global__ void __launch_bounds__(kMeanThreads) virtual_keys(ProxyLaunch p, TailLaunch tail, VirtualLaunch to) {
+__global__ void __launch_bounds__(kMeanThreads, 4) virtual_keys(ProxyLaunch p, TailLaunch tail, VirtualLaunch to) {
   const int64_t head = blockIdx.x / to.rows;
   const int group = blockIdx.x % to.rows, channel = threadIdx.x, words = (p.groups + 31) / 32;
   bool sees = false;
@@ -399,7 +441,7 @@ struct MixLaunch {
 };
 
 // A block per row of a head: its mean, and how much of it is mixed in.
-__global__ void __launch_bounds__(kMeanThreads) mixed_rows(ProxyLaunch p, TailLaunch tail, MixLaunch to) {
+__global__ void __launch_bounds__(kMeanThreads, 4) mixed_rows(ProxyLaunch p, TailLaunch tail, MixLaunch to) {
   const int64_t head = blockIdx.x / to.rows;
   const int group = blockIdx.x % to.rows, channel = threadIdx.x;
   Merged all;
