@@ -69,10 +69,11 @@ struct Products {
         for (int e = 0; e < 4; ++e) sum[t][n][e] = 0;
       }
     }
+    // The upper 16 groups first, so that what follows can begin with them while the others are multiplied.
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int t = 1; t >= 0; --t) {
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
+      for (int step = 0; step < kSteps; ++step) {
         const uint4 f = fragments[(t * kSteps + step) * 32 + lane];
         const uint32_t a[4] = {f.x, f.y, f.z, f.w};
 #pragma unroll
