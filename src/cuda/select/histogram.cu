@@ -29,15 +29,25 @@ __device__ inline void count_height(uint32_t counts, uint32_t column, float heig
 // the sums.
 template <class To>
 __device__ inline void flush(uint32_t* histogram, int n, int unused, const To& to) {
+  constexpr int kAhead = 4;  // words that are read before the first is added
   __syncthreads();
-  for (int i = threadIdx.x; i < n; i += blockDim.x) {
-    const uint32_t word = histogram[i];
-    if (word == 0) continue;
-    histogram[i] = 0;
-    unsigned long long* place = to(i);
-    if (place == nullptr) continue;
-    atomicAdd(place,
-              (static_cast<unsigned long long>(word >> kCountShift) << 32) | ((word & ((1u << kCountShift) - 1)) >> unused));
+  for (int i0 = threadIdx.x; i0 < n; i0 += kAhead * blockDim.x) {
+    uint32_t words[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const int i = i0 + j * blockDim.x;
+      words[j] = i < n ? histogram[i] : 0;
+      if (i < n) histogram[i] = 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const uint32_t word = words[j];
+      if (word == 0) continue;
+      unsigned long long* place = to(i0 + j * blockDim.x);
+      if (place == nullptr) continue;
+      atomicAdd(place, (static_cast<unsigned long long>(word >> kCountShift) << 32) |
+                           ((word & ((1u << kCountShift) - 1)) >> unused));
+    }
   }
   __syncthreads();
 }
