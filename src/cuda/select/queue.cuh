@@ -22,10 +22,12 @@ struct Queue {
   __device__ void add(const SelectSpace& s, int64_t head, uint32_t wanted, const float (&tile)[2][4][4],
                       const Decode& decode) {
     const int lane = threadIdx.x % 32;
+    if (wanted != 0) {  // few lanes have any
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float* x = tile[i / 4][i % 4];
-      heights[i * 32 + lane] = {x[0], x[1], x[2], x[3]};
+      for (int i = 0; i < 8; ++i) {
+        const float* x = tile[i / 4][i % 4];
+        heights[i * 32 + lane] = {x[0], x[1], x[2], x[3]};
+      }
     }
     while (const uint32_t lanes = __ballot_sync(~0u, wanted != 0)) {
       if (n + __popc(lanes) > kSize) flush(s, head);
