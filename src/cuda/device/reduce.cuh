@@ -54,9 +54,8 @@ __device__ void block_sums(int64_t (&x)[kN]) {
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
-    x[i] = 0;
-#pragma unroll 4
-    for (int w = 0; w < kThreads / 32; ++w) x[i] += parts[w][i];
+    x[i] = threadIdx.x % 32 < kThreads / 32 ? parts[threadIdx.x % 32][i] : 0;
+    for (int offset = 16; offset > 0; offset /= 2) x[i] += __shfl_xor_sync(~0u, x[i], offset);
   }
 }
 template <int kThreads>

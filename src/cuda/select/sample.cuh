@@ -23,21 +23,23 @@ __device__ Bracket narrowed(const SampleSpace& s, int heads, int keys, double ta
     for (int i = 0; i < 4; ++i) sums[i] += found[h * 4 + i];
   }
   block_sums<kThreads>(sums);
-  const auto enough = [&](int i) { return density_of(sums[i], sums[3], keys) >= target; };
+  bool enough[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) enough[i] = density_of(sums[i], sums[3], keys) >= target;
   if (round == 1) {
-    return enough(0) ? Bracket{0, 0, sums[0], sums[0], sums[3]} : Bracket{0, 1, sums[0], sums[3] * keys, sums[3]};
+    return enough[0] ? Bracket{0, 0, sums[0], sums[0], sums[3]} : Bracket{0, 1, sums[0], sums[3] * keys, sums[3]};
   }
   Bracket b = s.brackets[round - 1];
   const double start = b.low, quarter = 0.25 * (b.high - b.low);
 #pragma unroll
   for (int i = 2; i >= 0; --i) {
-    if (!enough(i)) continue;
+    if (!enough[i]) continue;
     b.high = start + (i + 1) * quarter;
     b.at_high = sums[i];
   }
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
-    if (enough(i)) break;
+    if (enough[i]) break;
     b.low = start + (i + 1) * quarter;
     b.at_low = sums[i];
   }
