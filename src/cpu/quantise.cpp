@@ -12,7 +12,7 @@ namespace scope::cpu {
 
 namespace {
 
-constexpr int64_t kParts = 16;  // of a head's queries and of its keys
+constexpr int64_t kParts = 16;  // of a head's queries, of those that balance channels, and of its keys
 constexpr int64_t kRows = 512;  // that are gathered or rounded at a time
 
 }  // namespace
@@ -53,7 +53,7 @@ struct Quantiser::Part {
 Quantiser::Quantiser(Arena& arena, int64_t k_tokens, int64_t extra, int64_t dim) : dim_(dim), pitch_(round_up(dim, kLanes)) {
   bytes_ = arena.take<uint8_t>((k_tokens + extra) * pitch_);
   extra_ = arena.take<uint16_t>(extra * dim);
-  parts_ = arena.take<Part>(2 * kParts + 1);
+  parts_ = arena.take<Part>(3 * kParts + 1);
   factors_ = arena.take<ByteFactors>(1);
 }
 
@@ -71,21 +71,31 @@ bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) cons
 
   const bool anyhow = order == nullptr || queries == q.tokens;  // all of them: the order of memory is as good, and faster
   const auto in_order = [](int64_t i) { return static_cast<int32_t>(i); };
-  exec.pool->run(2 * kParts + 1, [&](int64_t i, int) {
+  const auto token = [&](int64_t x) { return anyhow ? in_order(x) : order[x]; };
+  const bool sampled = queries >= kBalanceSample;
+  Part *all_q = parts_, *sample = parts_ + kParts, *all_k = parts_ + 2 * kParts;
+  exec.pool->run(3 * kParts + 1, [&](int64_t i, int) {
     const int64_t part = i % kParts;
+    const auto begin = [&](int64_t rows) { return rows * part / kParts; };
+    const auto end = [&](int64_t rows) { return rows * (part + 1) / kParts; };
     if (i < kParts) {
-      parts_[i].measure(kernels, q, queries * part / kParts, queries * (part + 1) / kParts,
-                        [&](int64_t x) { return anyhow ? in_order(x) : order[x]; });
+      parts_[i].measure(kernels, q, begin(queries), end(queries), token);
     } else if (i < 2 * kParts) {
-      parts_[i].measure(kernels, k, k.tokens * part / kParts, k.tokens * (part + 1) / kParts,
+      if (!sampled) return;
+      parts_[i].measure(kernels, q, begin(queries), end(queries),
+                        [&](int64_t x) { return token(x) % kBalanceEvery == 0 ? token(x) : -1; });
+    } else if (i < 3 * kParts) {
+      parts_[i].measure(kernels, k, begin(k.tokens), end(k.tokens),
                         [&](int64_t x) { return args.valid == nullptr || mask_bit(args.valid, x) ? in_order(x) : -1; });
     } else {
       parts_[i].measure(kernels, extra, 0, extra.tokens, in_order);
     }
   });
-  for (int64_t i = 1; i < kParts; ++i) parts_[0].add(parts_[i]);
-  for (int64_t i = kParts + 1; i <= 2 * kParts; ++i) parts_[kParts].add(parts_[i]);
-  if (!parts_[0].finite || !parts_[kParts].finite || !choose_factors(parts_[0], parts_[kParts])) return false;
+  for (int64_t i = 1; i < kParts; ++i) all_q->add(all_q[i]);
+  for (int64_t i = 1; sampled && i < kParts; ++i) sample->add(sample[i]);
+  for (int64_t i = 1; i <= kParts; ++i) all_k->add(all_k[i]);
+  if (!all_q->finite || !all_k->finite) return false;
+  if (!choose_factors(sampled ? *sample : *all_q, *all_k, sampled ? all_q : nullptr)) return false;
 
   const int64_t pieces = ceil_div(k.tokens, kRows);
   exec.pool->run(pieces + ceil_div(extra.tokens, kRows), [&](int64_t i, int) {
@@ -98,7 +108,7 @@ bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) cons
 
 // Keys are taken off the middle of their range, which leaves the least to be rounded, and queries and keys share their
 // channels' ranges, so that one that stands out costs both the same.
-bool Quantiser::choose_factors(const Part& q, const Part& k) const {
+bool Quantiser::choose_factors(const Part& q, const Part& k, const Part* unseen) const {
   *factors_ = {};
   float reach[kMostChannels], high_q[kMostChannels], most = 0;
   const auto counts = [&](int64_t c) { return high_q[c] > kTinyRange && reach[c] > kTinyRange; };  // others: shifts alone
@@ -112,7 +122,10 @@ bool Quantiser::choose_factors(const Part& q, const Part& k) const {
   factors_->unit_k = most > 0 ? most / kMostByte : 1;
   bool finite = true;
   for (int64_t c = 0; c < dim_; ++c) {
-    if (!counts(c)) continue;
+    if (!counts(c)) {
+      finite &= unseen == nullptr || reach[c] <= kTinyRange || (unseen->low[c] == 0 && unseen->high[c] == 0);
+      continue;
+    }
     factors_->times_q[c] = std::sqrt(reach[c] / high_q[c]);
     factors_->times_k[c] = std::sqrt(high_q[c] / reach[c]) / factors_->unit_k;
     finite &= std::isfinite(factors_->times_q[c]) && std::isfinite(factors_->times_k[c]);

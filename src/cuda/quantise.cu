@@ -22,7 +22,8 @@ constexpr float kMostByte = 127, kMostE4m3 = 448, kLeastUnit = 0x1p-100f;
 
 enum class Kind { queries, keys, values };
 
-// What is known of a channel: of a part's rows, then of all. Beyond: NaN where something is not finite.
+// What is known of a channel: of a part's rows (of queries perhaps a sample), then of all. Beyond: NaN where something is
+// not finite.
 enum Extreme { kHighQ, kBeyondQ, kLowK, kHighK, kBeyondK, kLowV, kHighV, kBeyondV, kSumV, kCountV, kExtremes };
 // What follows.
 enum Factor { kTimesQ, kCentreK, kTimesK, kCentreV, kTimesV, kUnitV, kUnitK, kFactors };  // kUnitK: the same in all
@@ -50,6 +51,7 @@ struct Source {
   // Queries that attend to something, and the i-th of them.
   __device__ int64_t queries(int64_t head) const { return offsets ? offsets[head][groups] : q_tokens; }
   __device__ const uint16_t* query(int64_t head, int64_t i) const { return q.row(head, order ? order[head][i] : i); }
+  __device__ bool is_sampled(int64_t head) const { return queries(head) >= kBalanceSample; }
   __device__ bool is_valid(uint32_t i) const { return valid == nullptr || (valid[i / 32] >> (i % 32) & 1) != 0; }
   __host__ __device__ int64_t keys() const { return k.count + k.extra_count; }
 };
@@ -144,13 +146,13 @@ __device__ void measure_rows(const Source& in, int64_t head, int64_t part, float
   };
   const auto any = [](uint32_t) { return true; };
   if constexpr (queries) {
-    const int64_t count = in.queries(head);
+    const int64_t count = in.queries(head), every = in.is_sampled(head) ? kBalanceEvery : 1;
     if (count < in.q_tokens) {
       scan(
-          count, [&](uint32_t i) { return in.query(head, i); }, any);
+          count, [&](uint32_t i) { return in.query(head, i); },
+          [&](uint32_t i) { return (in.order ? in.order[head][i] : i) % every == 0; });
     } else {  // all of them, in any order
-      scan(
-          count, [&](uint32_t i) { return in.q.row(head, i); }, any);
+      scan((count + every - 1) / every, [&](uint32_t i) { return in.q.row(head, i * every); }, any);
     }
   } else {
     const Rows& from = kKind == Kind::keys ? in.k : in.v;
@@ -210,13 +212,13 @@ __global__ void __launch_bounds__(kThreads, 4) measure_channels(Source in, int64
 // A block for each head, a thread for each channel. Keys are taken off the middle of their range, which leaves the least to
 // be rounded, and queries and keys share their channels' ranges, so that one that stands out costs both the same.
 __global__ void __launch_bounds__(kChannels)
-    choose_factors(const float* parts, bool values, float* channels, uint32_t* beyond) {
+    choose_factors(Source in, const float* parts, float* channels, uint32_t* beyond) {
   const int64_t head = blockIdx.x;
   const int c = static_cast<int>(threadIdx.x);
   float found[kExtremes] = {};
 #pragma unroll
   for (int which = 0; which < kExtremes; ++which) {
-    if (which >= kLowV && !values) break;
+    if (which >= kLowV && !in.values) break;
     const float* from = parts + (head * kParts * kExtremes + which) * kChannels + c;
     float each[kParts];
 #pragma unroll
@@ -229,6 +231,8 @@ __global__ void __launch_bounds__(kChannels)
   const float centre = 0.5f * found[kLowK] + 0.5f * found[kHighK];
   const float reach = fmaxf(found[kHighK] - centre, centre - found[kLowK]);
   const bool counts = found[kHighQ] > kTiny && reach > kTiny;  // a channel of zeros, or of one value, gives shifts alone
+  // Queries that were not measured may not be zero: they become infinite, and round_queries finds them.
+  const bool unseen = in.is_sampled(head) && found[kHighQ] <= kTiny && reach > kTiny;
   const float even = counts ? sqrtf(reach) * sqrtf(found[kHighQ]) : 0;
 
   __shared__ float most[kChannels];
@@ -246,7 +250,7 @@ __global__ void __launch_bounds__(kChannels)
   float* to = channels + head * kFactors * kChannels + c;
   const float times_q = counts ? sqrtf(reach / found[kHighQ]) : 0,
               times_k = counts ? sqrtf(found[kHighQ] / reach) / unit : 0;
-  to[kTimesQ * kChannels] = times_q;
+  to[kTimesQ * kChannels] = unseen ? kInfinity : times_q;
   to[kCentreK * kChannels] = found[kLowK] <= found[kHighK] ? centre : 0;
   to[kTimesK * kChannels] = times_k;
   to[kUnitK * kChannels] = unit;
@@ -278,11 +282,12 @@ __device__ uint2 to_e4m3(const float (&x)[kEach]) {
   return {words[0], words[1]};
 }
 
-// Where bytes go, and with queries their factors.
+// Where bytes go, and with queries their factors, and the heads in which they cannot be.
 struct Bytes {
   int pitch;
   uint8_t *q, *k, *v;
   float *unit, *shift;
+  uint32_t* beyond;
 
   // This lane's part of a row.
   __device__ void write(uint8_t* row, const uint2& bytes) const {
@@ -348,6 +353,7 @@ __device__ void round_queries(const Source& in, int64_t head, int64_t block, con
       const int64_t at = place + first + lane / 4;
       to.unit[at] = fmaxf((most > kTiny ? most / kMostByte : 1) * k_unit, kLeastUnit);  // biases are divided by it
       to.shift[at] = shift;
+      if (!isfinite(most) || !isfinite(shift)) to.beyond[head] = 1;
     }
 #pragma unroll
     for (int r = 0; r < kRun; ++r) {
@@ -415,11 +421,10 @@ __global__ void __launch_bounds__(kThreads, kRoundBlocks)
 }
 
 template <DType kType>
-void quantise(const Exec& exec, const Source& in, int64_t heads, float* parts, float* channels, uint32_t* beyond,
-              const Bytes& to) {
+void quantise(const Exec& exec, const Source& in, int64_t heads, float* parts, float* channels, const Bytes& to) {
   const int kinds = in.values ? 3 : 2;
   launch(exec, "measure_channels", measure_channels<kType>, kinds * heads * kParts, kThreads, 0, in, heads, parts);
-  launch(exec, "choose_factors", choose_factors, heads, kChannels, 0, parts, in.values, channels, beyond);
+  launch(exec, "choose_factors", choose_factors, heads, kChannels, 0, in, parts, channels, to.beyond);
   const int64_t query_blocks = ceil_div(in.q_tokens, kBlockRows);
   const int64_t key_blocks = ceil_div(in.k.count, kBlockRows) + ceil_div(in.k.extra_count, kBlockRows);
   launch(exec, "round_all", round_all<kType>, heads * (query_blocks + (kinds - 1) * key_blocks), kThreads, 0, in, heads,
@@ -453,7 +458,7 @@ EightBits Quantiser::run(const Exec& exec, const AttendArgs& args, const uint16_
                   .v = {head_rows(args.v), extra_v, args.k.tokens, extra},
                   .valid = args.valid};
   const auto work = args.q.dtype == DType::bf16 ? quantise<DType::bf16> : quantise<DType::f16>;
-  work(exec, in, args.heads, parts_, channels_, beyond_, {static_cast<int>(pitch_), q_, k_, v_, q_unit_, q_shift_});
+  work(exec, in, args.heads, parts_, channels_, {static_cast<int>(pitch_), q_, k_, v_, q_unit_, q_shift_, beyond_});
   return {.q = {q_, args.q.tokens * pitch_, pitch_},
           .k = {k_, keys * pitch_, pitch_},
           .v = {v_, keys * pitch_, pitch_},
