@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kAssignWarps * 32, 1) assign_kernel(const __gr
 // ---- assign with wgmma: a warpgroup takes 64 rows and kColumns centroids at a time ----
 
 // Warpgroups: while one compares, the others multiply; as many as registers allow.
-__host__ __device__ constexpr int warpgroups(int steps, int columns) { return columns <= (steps <= 4 ? 112 : 80) ? 4 : 3; }
+__host__ __device__ constexpr int warpgroups(int steps, int columns) { return steps <= 4 && columns <= 112 ? 4 : 3; }
 
 // 8 x 16-byte core matrices without swizzle: 128 bytes from one to the next along the channels, `stride` along the
 // centroids.
@@ -367,29 +367,24 @@ __host__ __device__ constexpr int warpgroups(int steps, int columns) { return co
 
 #define SCOPE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SCOPE_D8(i) SCOPE_D4(i), SCOPE_D4(i + 4)
-#define SCOPE_D40 SCOPE_D8(0), SCOPE_D8(8), SCOPE_D8(16), SCOPE_D8(24), SCOPE_D8(32)
-#define SCOPE_D56 SCOPE_D40, SCOPE_D8(40), SCOPE_D8(48)
+#define SCOPE_D56 SCOPE_D8(0), SCOPE_D8(8), SCOPE_D8(16), SCOPE_D8(24), SCOPE_D8(32), SCOPE_D8(40), SCOPE_D8(48)
 #define SCOPE_D76 SCOPE_D56, SCOPE_D8(56), SCOPE_D8(64), SCOPE_D4(72)
-#define SCOPE_T40                                                                                                           \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%" \
-  "32,%33,%34,%35,%36,%37,%38,%39"
-#define SCOPE_T56 SCOPE_T40 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
+#define SCOPE_T56                                                                                                  \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+  "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
 #define SCOPE_T76 SCOPE_T56 ",%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75"
 #define SCOPE_WGMMA(columns, type, text, operands, a_at, b_at)                                                      \
   asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type \
                "." type " {" text "}, {" a_at "}, " b_at ", add, 1, 1, 0; }"                                        \
                : operands                                                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define SCOPE_WGMMA_40(type) SCOPE_WGMMA("80", type, SCOPE_T40, SCOPE_D40, "%40,%41,%42,%43", "%44")
 #define SCOPE_WGMMA_56(type) SCOPE_WGMMA("112", type, SCOPE_T56, SCOPE_D56, "%56,%57,%58,%59", "%60")
 #define SCOPE_WGMMA_76(type) SCOPE_WGMMA("152", type, SCOPE_T76, SCOPE_D76, "%76,%77,%78,%79", "%80")
 // d[64, N] += a[64, 16] b[16, N]: rows in registers, centroids in shared memory.
 template <class T, int kRegisters>
 __device__ void wgmma(float (&d)[kRegisters], const uint32_t (&a)[4], uint64_t b) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
-  static_assert(kRegisters == 40 || kRegisters == 56 || kRegisters == 76);
-  if constexpr (kRegisters == 40 && kHalf) SCOPE_WGMMA_40("f16");
-  if constexpr (kRegisters == 40 && !kHalf) SCOPE_WGMMA_40("bf16");
+  static_assert(kRegisters == 56 || kRegisters == 76);
   if constexpr (kRegisters == 56 && kHalf) SCOPE_WGMMA_56("f16");
   if constexpr (kRegisters == 56 && !kHalf) SCOPE_WGMMA_56("bf16");
   if constexpr (kRegisters == 76 && kHalf) SCOPE_WGMMA_76("f16");
@@ -468,12 +463,10 @@ int64_t resident_pairs(const Exec& exec, const Work& w, int steps) {
   return fit >= w.pairs ? w.pairs : std::min<int64_t>(fit, kKeyColumns / kPair);
 }
 
-// The wgmma that pads the centroids least, or where rows of all channels leave few registers one that four warpgroups can
-// use; 0: too many for one key.
-int wide_columns(const Work& w) {
-  if (round_up(w.clusters, 152) > kKeyColumns) return 0;
-  if (w.subsets == 1 && w.subset[0].steps == kMostSteps) return 80;
-  return round_up(w.clusters, 152) <= round_up(w.clusters, 112) ? 152 : 112;
+// The wgmma that pads the centroids least; 0: too many for one key.
+int wide_columns(int64_t clusters) {
+  if (round_up(clusters, 152) > kKeyColumns) return 0;
+  return round_up(clusters, 152) <= round_up(clusters, 112) ? 152 : 112;
 }
 bool has_wide_kernel(int steps) { return steps == 3 || steps == 4 || steps == 8; }
 
@@ -491,16 +484,10 @@ void assign_steps(const Exec& exec, const Work& w) {
     const int64_t tiles = ceil_div(w.seen, rows) * subsets * w.heads;
     launch(exec, "K-means assign", kernel, blocks_for(exec, 1, ceil_div(tiles, per_block)), threads, shared, w, subsets);
   };
-  const auto start_wide = [&]<int kColumns>() {
-    constexpr int kGroups = warpgroups(kSteps, kColumns);
-    start(assign_wide_kernel<T, kSteps, kColumns>, 64, kGroups * 128, kGroups);
-  };
-  if constexpr (kSteps == kMostSteps) {
-    if (wide == 80) return start_wide.template operator()<80>();
-  }
-  if constexpr (kSteps == 3 || kSteps == 4 || kSteps == kMostSteps) {
-    if (wide == 112) return start_wide.template operator()<112>();
-    if (wide == 152) return start_wide.template operator()<152>();
+  if constexpr (kSteps == 3 || kSteps == 4 || kSteps == 8) {
+    constexpr int kGroups112 = warpgroups(kSteps, 112), kGroups152 = warpgroups(kSteps, 152);
+    if (wide == 112) return start(assign_wide_kernel<T, kSteps, 112>, 64, kGroups112 * 128, kGroups112);
+    if (wide == 152) return start(assign_wide_kernel<T, kSteps, 152>, 64, kGroups152 * 128, kGroups152);
   }
   start(assign_kernel<T, kSteps>, row_tiles(kSteps) * 16, kAssignWarps * 32, kAssignWarps);
 }
@@ -522,7 +509,7 @@ void prepare_and_assign(const Exec& exec, const Work& w) {
 
 void plan_assign(const Exec& exec, Work& w) {
   w.key_scale = kKeyColumns;
-  const int wide = exec.wgmma ? wide_columns(w) : 0;
+  const int wide = exec.wgmma ? wide_columns(w.clusters) : 0;
   w.pairs = ceil_div(wide > 0 ? round_up(w.clusters, wide) : w.clusters, kPair);
   for (int m = 0; m < w.subsets; ++m) {
     Subset& subset = w.subset[m];
