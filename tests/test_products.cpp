@@ -212,7 +212,7 @@ TEST(ProductsOnCpu, AreThereForBf16InputsOrRefusedByName) {
 }
 
 // In one channel keys are so much larger than queries, or so much smaller, that their ratio is no float.
-TEST(ProductsOnCpu, RangesTooFarApartAreDoneIn16Bits) {
+TEST(Products, RangesTooFarApartAreDoneIn16Bits) {
   each_products([](const Exec& exec, Products products) {
     for (const bool large_keys : {false, true}) {
       Random random(15);
