@@ -234,7 +234,7 @@ def compare(libscope, name, tensors, rope, densities, options, text=0, long=True
                 settings = {**settings, "density": density}
             scope = Scope(libscope, q, k, v, method, settings, rope, text, selection=True)
             scope.call(first=True)
-            first_ms = median_ms(lambda: scope.call(first=True), 3, 1) if methods or (long and label == "scope, rule=target") else None
+            first_ms = median_ms(lambda: scope.call(first=True), 3, 1) if methods or (long and label in ("scope, rule=target", "scope-mean, rule=target")) else None
             scope.call(first=True)
             scope.call()
             recall, error = quality(scope, q, k, v, text)
