@@ -81,7 +81,7 @@ def benchmarks(suites, torch_data):
                      source(name, data)]
     first = row(suites[0][1]["cases"][0], "cold")
     clustering = first["stages"]["group"] + first["stages"]["encode"]
-    text.append(f"Where a first call's time goes at 16,384 tokens: {100 * clustering / first['seconds']:.0f} % is K-means (50 iterations, 48 of them on an eighth of "
+    text.append(f"Where a first call's time goes at 16,384 tokens: {100 * clustering / first['seconds']:.0f} % is K-means (50 iterations, 48 of them on about a seventh of "
                 f"the tokens), {100 * first['stages']['attend'] / first['seconds']:.0f} % attend. Repeated runs on this shared machine spread by about 7 %.\n")
     text.append("*cold*: a first call, from random rows, 50 iterations of K-means of which all but the last 2 see `first_sample` of the tokens; *warm*: every later call of a layer. Data: `scope make-qkv`, seed 1, whose "
                 "exact top 10 % of keys hold about 0.8 of the mass. Run it: `scope bench --suite --quality 64`.\n")
