@@ -222,6 +222,30 @@ TEST(Attend, HugeSpreadOfLogitsPicksTheLargest) {
   });
 }
 
+// Every block of keys has higher logits than the one before, by less and by more than a float holds.
+TEST(Attend, LogitsThatRiseFromKeyToKey) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : limits().dtypes) {
+      for (const double rise : {12.0, 60.0, 1500.0}) {  // in powers of two
+        SCOPED_TRACE(fmt::format("{}, rise {}", dtype_name(dtype), rise));
+        constexpr int64_t kQueries = 240, kKeys = 700;
+        Random random(31);
+        Problem problem(random, dtype, kQueries, kKeys, rise == 60.0 ? 128 : 64);
+        for (int64_t t = 0; t < kQueries; ++t) problem.q.set(t, 3, 1 + static_cast<double>(t % 3));
+        for (int64_t j = 0; j < kKeys; ++j) {
+          problem.k.set(j, 3,
+                        rise / 3 * static_cast<double>(j) / kKeys * std::log(2.0) / static_cast<double>(problem.scale));
+        }
+        for (const int64_t size : {1, 39, 200}) {
+          problem.add_group(size);
+          problem.select_some(problem.groups() - 1, random, size % 2 == 0 ? 1 : 0.9);
+        }
+        expect_within_bound(exec, problem.args());
+      }
+    }
+  });
+}
+
 // q.k past 65,504 must not pass through f16; the naive program would, so the reference alone judges.
 TEST(Attend, F16OverflowDoesNotBlackenFrames) {
   each_machine([](const Exec& exec) {

@@ -258,6 +258,29 @@ TEST(Products, EqualTheSameArithmeticInFloat64) {
   });
 }
 
+// Every block of keys has higher logits than the one before, by less and by more than a float holds.
+TEST(Products, LogitsThatRiseFromKeyToKey) {
+  each_products([](const Exec& exec, Products products) {
+    for (const double rise : {12.0, 60.0, 1500.0}) {  // in powers of two
+      SCOPED_TRACE(rise);
+      constexpr int64_t kKeys = 900;
+      Random random(32);
+      Problem problem(random, DType::bf16, 300, kKeys, 128);
+      for (int64_t t = 0; t < 300; ++t) problem.q.set(t, 3, 1 + static_cast<double>(t % 3));
+      for (int64_t j = 0; j < kKeys; ++j) {
+        problem.k.set(j, 3, rise / 3 * static_cast<double>(j) / kKeys * std::log(2.0) / static_cast<double>(problem.scale));
+      }
+      for (const int64_t size : {40, 200, 60}) {
+        problem.add_group(size);
+        problem.select_some(problem.groups() - 1, random, size == 60 ? 0.7 : 1);
+      }
+      AttendArgs args = problem.args();
+      args.products = products;
+      ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args));
+    }
+  });
+}
+
 // From 4,096 attending queries on, every 8th token balances the channels. Here the others are larger.
 TEST(Products, ManyQueriesAreBalancedByASample) {
   each_products([](const Exec& exec, Products products) {

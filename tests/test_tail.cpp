@@ -98,6 +98,46 @@ struct MeanProblem {
   }
 };
 
+void expect_mean(const Exec& exec, const MeanProblem& problem) {
+  // Products by bf16 dot products round the weights, as a device's do.
+  const bool bf16_dots = problem.args.v.dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr;
+  const double rounding = bf16_dots ? 0x1p-5 : limits().tail_mean;
+  Guarded<float> value((problem.groups + 1) * problem.dim), share(problem.groups + 1);
+  TailArgs args = problem.args;
+  GuardedScratch scratch(backend().tail_scratch(exec, sizes_of(args)));
+  args.value = value.data();
+  args.share = share.data();
+  args.scratch = scratch_of(scratch);
+  run_tail(exec, {&args, 1});
+  const std::vector<double> centre = problem.centre();
+  for (int64_t g = 0; g <= problem.groups; ++g) {
+    double all = 0, dropped = 0;
+    std::vector<double> mean(static_cast<size_t>(problem.dim)), square(mean);
+    const bool lives = g < problem.groups && problem.sizes[static_cast<size_t>(g)] > 0;
+    for (size_t j = 0; lives && j < problem.rows.size(); ++j) {
+      const double mass = std::exp(problem.logit(g, j));
+      all += mass;
+      if (mask_bit(problem.kept.data() + g * mask_words(problem.tokens), problem.rows[j])) continue;
+      dropped += mass;
+      for (int64_t c = 0; c < problem.dim; ++c) {
+        const double term = mass * reference::element(problem.v.view(), problem.rows[j], c);
+        mean[static_cast<size_t>(c)] += term;
+        square[static_cast<size_t>(c)] += term * term;
+      }
+    }
+    for (int32_t t = 0; lives && args.keep != nullptr && t < problem.tokens; ++t) {
+      if (mask_bit(problem.keep.data(), t)) all += std::exp(problem.dot(g, t, centre));
+    }
+    const double expected = dropped == 0 ? 0.0 : std::min(args.weight * dropped / all, 1 - 0x1p-10);
+    ASSERT_NEAR(share[g], expected, dropped == 0 ? 0.0 : limits().tail_mass * expected + 2e-5) << "group " << g;
+    for (int64_t c = 0; c < problem.dim; ++c) {
+      const double want = dropped == 0 ? 0.0 : mean[static_cast<size_t>(c)] / dropped;
+      const double size = dropped == 0 ? 0.0 : std::sqrt(square[static_cast<size_t>(c)]) / dropped;
+      ASSERT_NEAR(value[g * problem.dim + c], want, rounding * size + 2e-5) << "group " << g << " channel " << c;
+    }
+  }
+}
+
 TEST(TailMean, DifferentialAgainstFloat64) {
   each_machine([](const Exec& exec) {
     for (uint64_t seed = 0; seed < 120; ++seed) {
@@ -108,42 +148,26 @@ TEST(TailMean, DifferentialAgainstFloat64) {
       const MeanProblem problem(random, dtype, random.between(1, seed % 4 == 0 ? 200 : 40),
                                 random.between(1, seed % 5 == 0 ? 1500 : 300), random.pick(limits().dims), seed % 2 == 1,
                                 seed % 3 == 1);
-      // Products by bf16 dot products round the weights, as a device's do.
-      const bool bf16_dots = dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr;
-      const double rounding = bf16_dots ? 0x1p-5 : limits().tail_mean;
-      Guarded<float> value((problem.groups + 1) * problem.dim), share(problem.groups + 1);
-      TailArgs args = problem.args;
-      GuardedScratch scratch(backend().tail_scratch(exec, sizes_of(args)));
-      args.value = value.data();
-      args.share = share.data();
-      args.scratch = scratch_of(scratch);
-      run_tail(exec, {&args, 1});
-      const std::vector<double> centre = problem.centre();
-      for (int64_t g = 0; g <= problem.groups; ++g) {
-        double all = 0, dropped = 0;
-        std::vector<double> mean(static_cast<size_t>(problem.dim)), square(mean);
-        const bool lives = g < problem.groups && problem.sizes[static_cast<size_t>(g)] > 0;
-        for (size_t j = 0; lives && j < problem.rows.size(); ++j) {
-          const double mass = std::exp(problem.logit(g, j));
-          all += mass;
-          if (mask_bit(problem.kept.data() + g * mask_words(problem.tokens), problem.rows[j])) continue;
-          dropped += mass;
-          for (int64_t c = 0; c < problem.dim; ++c) {
-            const double term = mass * reference::element(problem.v.view(), problem.rows[j], c);
-            mean[static_cast<size_t>(c)] += term;
-            square[static_cast<size_t>(c)] += term * term;
-          }
+      ASSERT_NO_FATAL_FAILURE(expect_mean(exec, problem));
+    }
+  });
+}
+
+// Every block of keys has higher logits than the one before, by less and by more than a float holds.
+TEST(TailMean, LogitsThatRiseFromKeyToKey) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : limits().dtypes) {
+      for (const double rise : {30.0, 200.0, 1500.0}) {  // in powers of two
+        SCOPED_TRACE(fmt::format("{}, rise {}", dtype_name(dtype), rise));
+        Random random(77);
+        MeanProblem problem(random, dtype, 30, 3200, 128, false, false);
+        for (int64_t c = 0; c < problem.groups; ++c) problem.centroids[static_cast<size_t>(c * 128 + 3)] = 1;
+        for (int64_t j = 0; j < problem.tokens; ++j) {
+          problem.k.set(j, 3,
+                        rise * static_cast<double>(j - problem.tokens) / static_cast<double>(problem.tokens) *
+                            std::log(2.0) / static_cast<double>(problem.args.proxy.scale));
         }
-        for (int32_t t = 0; lives && args.keep != nullptr && t < problem.tokens; ++t) {
-          if (mask_bit(problem.keep.data(), t)) all += std::exp(problem.dot(g, t, centre));
-        }
-        const double expected = dropped == 0 ? 0.0 : std::min(args.weight * dropped / all, 1 - 0x1p-10);
-        ASSERT_NEAR(share[g], expected, dropped == 0 ? 0.0 : limits().tail_mass * expected + 2e-5) << "group " << g;
-        for (int64_t c = 0; c < problem.dim; ++c) {
-          const double want = dropped == 0 ? 0.0 : mean[static_cast<size_t>(c)] / dropped;
-          const double size = dropped == 0 ? 0.0 : std::sqrt(square[static_cast<size_t>(c)]) / dropped;
-          ASSERT_NEAR(value[g * problem.dim + c], want, rounding * size + 2e-5) << "group " << g << " channel " << c;
-        }
+        ASSERT_NO_FATAL_FAILURE(expect_mean(exec, problem));
       }
     }
   });

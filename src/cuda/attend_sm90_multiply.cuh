@@ -64,43 +64,39 @@ __device__ void store_row_of_bytes(const float (&o)[kCount], int h, float scale,
   }
 }
 
-// Moves sums that have grown long into the totals, each with the maximum that it was made under.
+// Moves sums that have grown long into the totals, each with the base that it was made under.
 template <class C, bool = C::kByteValues>
 struct Promotion {
-  __device__ void after_block(float (&)[C::kDim / 2], const float (&)[2], const float (&)[2], Shared<C>&, int) {}
-  __device__ void finish(float (&)[C::kDim / 2], const float (&)[2], const float (&)[2], Shared<C>&, int) {}
+  __device__ void after_block(float (&)[C::kDim / 2], const float (&)[2], Shared<C>&, int) {}
+  __device__ void finish(float (&)[C::kDim / 2], const float (&)[2], Shared<C>&, int) {}
   __device__ float* sums(Shared<C>& shared) const { return reinterpret_cast<float*>(shared.q); }
 };
 template <class C>
 struct Promotion<C, true> {
   static constexpr int kSpan = 4;  // blocks after which a sum is long: what it loses, always towards zero, grows with it
   int blocks = 0;
-  float high[2];  // that the totals were made under
+  float base[2];  // that the totals were made under
 
-  __device__ void after_block(float (&o)[C::kDim / 2], const float (&now)[2], const float (&unit)[2], Shared<C>& shared,
-                              int group) {
+  __device__ void after_block(float (&o)[C::kDim / 2], const float (&now)[2], Shared<C>& shared, int group) {
     if (++blocks % kSpan != 0) return;
-    if (blocks > kSpan) add(o, now, unit, shared, group);
+    if (blocks > kSpan) add(o, now, shared, group);
     float4(*totals)[128] = shared.totals[group];
 #pragma unroll
     for (int i = 0; i < C::kDim / 8; ++i) {
       totals[i][threadIdx.x % 128] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
       for (int j = 0; j < 4; ++j) o[4 * i + j] = 0;
     }
-    high[0] = now[0], high[1] = now[1];
+    base[0] = now[0], base[1] = now[1];
   }
-  __device__ void finish(float (&o)[C::kDim / 2], const float (&now)[2], const float (&unit)[2], Shared<C>& shared,
-                         int group) {
-    if (blocks >= kSpan) add(o, now, unit, shared, group);
+  __device__ void finish(float (&o)[C::kDim / 2], const float (&now)[2], Shared<C>& shared, int group) {
+    if (blocks >= kSpan) add(o, now, shared, group);
   }
   // The warpgroups that share a tile hand their sums over where their totals were.
   __device__ float* sums(Shared<C>& shared) const { return reinterpret_cast<float*>(shared.totals); }
 
  private:
-  __device__ void add(float (&o)[C::kDim / 2], const float (&now)[2], const float (&unit)[2], const Shared<C>& shared,
-                      int group) const {
-    float factor[2];
-    for (int h = 0; h < 2; ++h) factor[h] = high[h] == -kInfinity ? 0.0f : exp2_approx((high[h] - now[h]) * unit[h]);
+  __device__ void add(float (&o)[C::kDim / 2], const float (&now)[2], const Shared<C>& shared, int group) const {
+    const float factor[2] = {exp2_approx(base[0] - now[0]), exp2_approx(base[1] - now[1])};
     const float4(*totals)[128] = shared.totals[group];
 #pragma unroll
     for (int i = 0; i < C::kDim / 8; ++i) {
@@ -188,79 +184,20 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
     fence_async_proxy();
     named_sync(1 + group, 128);
 
+    const int keys = tile.keys, extra = tile.extra, plain = keys / kKeys;  // blocks of real keys alone
     Ring<C::kStages> v = k;
     float o[C::kDim / 2], s[kKeys / 2];
     int32_t bytes[kKeys / 2];  // logits before they are floats
     uint32_t p[C::kByteValues ? kKeys / 32 : kKeys / 16][4];
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) o[i] = 0;
-    using Range = std::conditional_t<C::kByteValues, E4m3, SixteenBits>;
+    using Range = std::conditional_t<C::kByteValues, E4m3, SixteenBits<C::kType>>;
     Softmax<Range> softmax;
     if constexpr (C::kByteKeys) {
       for (int h = 0; h < 2; ++h) unit[h] = shared.unit[group][16 * warp + 8 * h + lane / 4] * (at.scale * kLog2e);
     }
     Promotion<C> promotion;
 
-    const auto start_qk = [&] {
-      if constexpr (C::kByteKeys) {
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) bytes[i] = __float_as_int(kWhole);
-      }
-      barrier_wait(shared_address(&shared.k_full[k.slot()]), k.parity());
-      fence_async_proxy();
-      wgmma_begin();
-      const uint64_t b = k_at + k.slot() * (C::kKeyBytes >> 4);
-      if constexpr (C::kByteKeys) {
-#pragma unroll
-        for (int i = 0; i < C::kDim / 32; ++i) wgmma_s8(bytes, q_at + (i * 32 >> 4), b + (i * 32 >> 4));
-      } else {
-        multiply_rows<C::kType, C::kDim, C::kQueryPanelBytes, C::kPanelBytes>(s, q_at, b);
-      }
-      wgmma_commit();
-    };
-    const auto start_pv = [&] {
-      barrier_wait(shared_address(&shared.v_full[v.slot()]), v.parity());
-      fence_async_proxy();
-      wgmma_begin();
-      const uint64_t b = v_at + v.slot() * (C::kValueBytes >> 4);
-      if constexpr (C::kByteValues) {
-#pragma unroll
-        for (int i = 0; i < kKeys / 32; ++i) wgmma_e4m3(o, p[i], b + (i * 32 * C::kDim >> 4));
-      } else {
-#pragma unroll
-        for (int i = 0; i < kKeys / 16; ++i) wgmma_rs<C::kType>(o, p[i], b + (i * 2048 >> 4));
-      }
-      wgmma_commit();
-    };
-    const auto finish_qk = [&](int b) {
-      if constexpr (C::kByteKeys) {
-        pin(bytes);
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) s[i] = __int_as_float(bytes[i]);
-      } else {
-        pin(s);
-      }
-      if (b * kKeys + kKeys > tile.keys) {  // extra keys and padding
-        const int column = 2 * (lane % 4), left = tile.keys - b * kKeys;
-        float per_unit[2] = {1, 1};
-        if constexpr (C::kByteKeys) {
-          for (int h = 0; h < 2; ++h) per_unit[h] = __fdividef(at.scale * kLog2e, unit[h]);
-        }
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) {
-          const int j = i / 4 * 8 + i % 2 + column;
-          if (j >= left + tile.extra) {
-            s[i] = -kInfinity;
-          } else if (j >= left) {
-            s[i] = fmaf(shared.bias[k.slot()][j], per_unit[i / 2 % 2], s[i]);
-          }
-        }
-        __syncwarp();
-      }
-      release(&shared.k_empty[k.slot()]);
-      split ? k.skip(C::kConsumers) : k.next();
-      softmax.block(s, unit);
-    };
     const auto pack_p = [&] {
       if constexpr (C::kByteValues) {
 #pragma unroll
@@ -273,34 +210,124 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
         for (int i = 0; i < kKeys / 4; ++i) p[i / 4][i % 4] = pack<C::kType>(s[2 * i], s[2 * i + 1]);
       }
     };
+    const auto await_values = [&] { barrier_wait(shared_address(&shared.v_full[v.slot()]), v.parity()); };
+    const auto start_qk = [&] {
+      const uint64_t b = k_at + k.slot() * (C::kKeyBytes >> 4);
+      if constexpr (C::kByteKeys) {
+#pragma unroll
+        for (int i = 0; i < C::kDim / 32; ++i) wgmma_s8(bytes, q_at + (i * 32 >> 4), b + (i * 32 >> 4));
+      } else {
+        multiply_rows<C::kType, C::kDim, C::kQueryPanelBytes, C::kPanelBytes>(s, q_at, b);
+      }
+      wgmma_commit();
+    };
+    const auto start_pv = [&] {
+      const uint64_t b = v_at + v.slot() * (C::kValueBytes >> 4);
+      if constexpr (C::kByteValues) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 32; ++i) wgmma_e4m3(o, p[i], b + (i * 32 * C::kDim >> 4));
+      } else {
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; ++i) wgmma_rs<C::kType>(o, p[i], b + (i * 2048 >> 4));
+      }
+      wgmma_commit();
+    };
     const auto finish_pv = [&] {
       wgmma_wait<0>();
       pin(o);
       release(&shared.v_empty[v.slot()]);
       split ? v.skip(C::kConsumers) : v.next();
     };
+    // Where block b has extra keys or padding.
+    const auto mask = [&](int b) {
+      const int column = 2 * (lane % 4), left = keys - b * kKeys;
+      float per_unit[2] = {1, 1};
+      if constexpr (C::kByteKeys) {
+        for (int h = 0; h < 2; ++h) per_unit[h] = __fdividef(at.scale * kLog2e, unit[h]);
+      }
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        const int j = i / 4 * 8 + i % 2 + column;
+        if (j >= left + extra) {
+          s[i] = -kInfinity;
+        } else if (j >= left) {
+          s[i] = fmaf(shared.bias[k.slot()][j], per_unit[i / 2 % 2], s[i]);
+        }
+      }
+      __syncwarp();
+    };
+    // Block b: the probabilities of its keys, while the values of the block before are multiplied with theirs. The highest
+    // logits are looked for in the first block, and in those with extra keys or padding; in a plain one they are taken to
+    // be no higher than before, and only if that was wrong its logits are made once more and looked through.
+    const auto block = [&]<bool kFirst, bool kPlain>(int b, std::bool_constant<kFirst>, std::bool_constant<kPlain>) {
+      if constexpr (C::kByteKeys) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) bytes[i] = __float_as_int(kWhole);
+      }
+      barrier_wait(shared_address(&shared.k_full[k.slot()]), k.parity());
+      fence_async_proxy();
+      wgmma_begin();
+      start_qk();
+      if constexpr (!kFirst) {
+        if (C::kByteValues) await_values();  // those of 16 bits came before these keys, by the same threads
+        start_pv();
+      }
+      wgmma_wait<kFirst ? 0 : 1>();
+      if constexpr (C::kByteKeys) {
+        pin(bytes);
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) s[i] = __int_as_float(bytes[i]);
+      } else {
+        pin(s);
+      }
+      float added[2];
+      const auto raise = [&] {
+        float top[2];
+        row_tops(s, top);
+        softmax.raise(top, unit);
+      };
+      bool raised = !kPlain;
+      if constexpr (!kPlain) {
+        if (b >= plain) mask(b);
+        raise();
+      }
+#pragma unroll 1
+      for (;;) {
+        const bool fits = softmax.weigh(s, unit, added);
+        if (!kPlain || raised || !__any_sync(~0u, !fits)) break;
+        raised = true;
+        if (C::kByteValues && !__any_sync(~0u, !(added[0] + added[1] < kInfinity))) {
+          softmax.lower(s, added);
+          break;
+        }
+        wgmma_wait<0>();  // so that the registers of its probabilities are free
+        pin(o);
+        multiply_again<C::kType, C::kByteKeys, C::kKeyPanels, C::kQueryPanelBytes, C::kPanelBytes>(
+            s, shared_address(shared.q) + group * C::kQueryBytes + warp * 2048,
+            shared_address(shared.k) + k.slot() * C::kKeyBytes);
+        raise();
+      }
+      for (int h = 0; h < 2; ++h) softmax.sum[h] += added[h];
+      release(&shared.k_empty[k.slot()]);
+      split ? k.skip(C::kConsumers) : k.next();
+      if constexpr (!kFirst) {
+        finish_pv();
+        if (raised) {
+#pragma unroll
+          for (int i = 0; i < C::kDim / 2; ++i) o[i] *= softmax.factor[i / 2 % 2];
+        }
+      }
+      pack_p();
+      if constexpr (!kFirst) promotion.after_block(o, softmax.base, shared, group);
+    };
 
     const int first = split ? group : 0, step = split ? C::kConsumers : 1;
     if (split) k.skip(group), v.skip(group);
-    if (first < blocks) {
-      start_qk();
-      wgmma_wait<0>();
-      finish_qk(first);
-      pack_p();
-    }
-    for (int b = first + step; b < blocks; b += step) {
-      start_qk();
-      start_pv();
-      wgmma_wait<1>();
-      finish_qk(b);
-      finish_pv();
-      if (__any_sync(~0u, softmax.factor[0] != 1.0f || softmax.factor[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < C::kDim / 2; ++i) o[i] *= softmax.factor[i / 2 % 2];
-      }
-      pack_p();
-      promotion.after_block(o, softmax.high, unit, shared, group);
-    }
+    if (first < blocks) block(first, std::true_type(), std::false_type());
+    int b = first + step;
+    for (; b < plain; b += step) block(b, std::false_type(), std::true_type());
+#pragma unroll 1
+    for (; b < blocks; b += step) block(b, std::false_type(), std::false_type());
 
     // The next queries and this tile's places arrive while the last product runs.
     await_tile();
@@ -314,9 +341,12 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
       token[h] = row >= tile.rows ? kNoKey : at.order ? at.order[tile.head][tile.begin + row] : tile.begin + row;
     }
     if (first < blocks) {
+      await_values();
+      fence_async_proxy();
+      wgmma_begin();
       start_pv();
       finish_pv();
-      promotion.finish(o, softmax.high, unit, shared, group);
+      promotion.finish(o, softmax.base, shared, group);
     }
     for (int h = 0; h < 2; ++h) softmax.sum[h] = quad_sum(softmax.sum[h]);
 
@@ -332,7 +362,7 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
 #pragma unroll
           for (int i = 0; i < C::kDim / 2; ++i) sums[128 * i + threadIdx.x % 128] = o[i];
           if (lane % 4 == 0) {
-            for (int h = 0; h < 2; ++h) parts[8 * h] = {softmax.high[h], softmax.sum[h]};
+            for (int h = 0; h < 2; ++h) parts[8 * h] = {softmax.base[h], softmax.sum[h]};
           }
         }
         named_sync(8, 128 * C::kConsumers);
@@ -340,10 +370,10 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
           float ours[2], theirs[2];
           for (int h = 0; h < 2; ++h) {
             const float2 part = parts[8 * h];
-            const float high = fmaxf(softmax.high[h], part.x), base = high == -kInfinity ? 0.0f : high;
-            ours[h] = exp2_approx((softmax.high[h] - base) * unit[h]);
-            theirs[h] = exp2_approx((part.x - base) * unit[h]);
-            softmax.high[h] = high;
+            const float base = fmaxf(softmax.base[h], part.x);
+            ours[h] = exp2_approx(softmax.base[h] - base);
+            theirs[h] = exp2_approx(part.x - base);
+            softmax.base[h] = base;
             softmax.sum[h] = softmax.sum[h] * ours[h] + part.y * theirs[h];
           }
 #pragma unroll
@@ -370,13 +400,12 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
         store_row<C::kType>(o, h, scale, mixed, share, row, at.dim);
       }
       if (at.lse && row != nullptr && lane % 4 == 0) {
-        float high = softmax.high[h];
+        float high = softmax.base[h] * kLn2;
         if constexpr (C::kByteKeys) {
-          high -= kWhole;
           const int place = tile.begin + (split ? 0 : 64 * group) + 16 * warp + 8 * h + lane / 4;
-          high = fmaf(high, at.eight.q_unit[tile.head][place], at.eight.q_shift[tile.head][place]);
+          high = fmaf(fmaf(-kWhole, unit[h], softmax.base[h]), kLn2, at.eight.q_shift[tile.head][place] * at.scale);
         }
-        at.lse[tile.head][token[h]] = high * at.scale + (logf(sum) - Range::kLift / kLog2e) - log1pf(-share);
+        at.lse[tile.head][token[h]] = high + logf(sum) - log1pf(-share);
       }
     }
     release_tile();

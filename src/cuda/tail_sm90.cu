@@ -30,30 +30,6 @@ struct Shared {
   uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
 };
 
-// sum += the rows of a [16 x 16], by a product with ones: that of row r is in sum[0] and sum[1], that of row r + 8 in the
-// others.
-template <DType kType>
-__device__ void add_row_sums(float (&sum)[4], const uint32_t (&a)[4]) {
-  if constexpr (kType == DType::bf16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};\n"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3f803f80));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};\n"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3c003c00));
-  }
-}
-
-// The larger; NaN where one is.
-__device__ float max_or_nan(float x, float y) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-  return larger;
-}
-
 // The highest bits of byte `byte` of x and y, each 16 times: x's in the lower half.
 __device__ uint32_t signs(uint32_t x, uint32_t y, int byte) {
   uint32_t both;
@@ -159,21 +135,17 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
   uint32_t weights[kKeys / 16][4];
 #pragma unroll
   for (int i = 0; i < C::kDim / 2; ++i) o[i] = 0;
-  Softmax<> softmax;
-  float total[4] = {0, 0, 0, 0};  // of the weights of dropped keys, as rounded: the product with ones has each row's twice
+  Softmax<SixteenBits<C::kType>> softmax;
+  // Of the weights of dropped keys, as rounded: the product with ones has each row's twice.
+  float total[4] = {0, 0, 0, 0};
+  constexpr uint32_t kOnes = C::kType == DType::bf16 ? 0x3f803f80 : 0x3c003c00;
 
   const auto start_qk = [&] {
-    barrier_wait(shared_address(&shared.k_full[k.slot()]), k.parity());
-    fence_async_proxy();
-    wgmma_begin();
     const uint64_t b = k_at + k.slot() * (C::kBlockBytes >> 4);
     multiply_rows<C::kType, C::kDim, C::kPanelBytes, C::kPanelBytes>(s, q_at, b);
     wgmma_commit();
   };
   const auto start_pv = [&] {
-    barrier_wait(shared_address(&shared.v_full[v.slot()]), v.parity());
-    fence_async_proxy();
-    wgmma_begin();
     const uint64_t b = v_at + v.slot() * (C::kBlockBytes >> 4);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) wgmma_rs<C::kType>(o, weights[i], b + (i * 2048 >> 4));
@@ -185,33 +157,11 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
     release(&shared.v_empty[v.slot()]);
     v.next();
   };
-  const auto finish_qk = [&](int32_t first) {
-    pin(s);
-    release(&shared.k_empty[k.slot()]);
-    k.next();
+  // Where the keys from `first` on end, and where a logit is NaN, which weighs nothing.
+  const auto mask = [&](int32_t first) {
     const int left = keys.end - first - 2 * (lane % 4);
-    if (first + kKeys > keys.end) {
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) {
-        if (i / 4 * 8 + i % 2 >= left) s[i] = -kInfinity;
-      }
-    }
-    float top[2];
-    const auto find_tops = [&] {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        top[h] = s[2 * h];
-#pragma unroll
-        for (int i = 1; i < kKeys / 4; ++i) top[h] = max_or_nan(top[h], s[i / 2 * 4 + 2 * h + i % 2]);
-      }
-    };
-    find_tops();
-    if (__any_sync(~0u, isnan(top[0]) || isnan(top[1]))) {  // seldom
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) s[i] = fmaxf(s[i], -kInfinity);  // NaN: weighs nothing
-      find_tops();
-    }
-    softmax.block(s, unit, [&](int h) { return top[h]; });
+    for (int i = 0; i < kKeys / 2; ++i) s[i] = i / 4 * 8 + i % 2 >= left ? -kInfinity : fmaxf(s[i], -kInfinity);
   };
   // Rounds the weights of dropped keys, and leaves out the others.
   const auto pack_weights = [&] {
@@ -230,35 +180,69 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
       weights[i / 4][i % 4] = pack<C::kType>(s[2 * i], s[2 * i + 1]) & ~signs(even[h][word], odd[h][word], byte);
     }
 #pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i) add_row_sums<C::kType>(total, weights[i]);
+    for (int i = 0; i < kKeys / 16; ++i) mma<C::kType>(total, weights[i], kOnes, kOnes);
   };
 
-  if (keys.begin < keys.end) {
+  // As attend's: the highest logits are looked for in the first block and in one that is not whole, and in another only
+  // where they are too high for what was found before.
+  const auto block = [&]<bool kFirst, bool kPlain>(int32_t first, std::bool_constant<kFirst>, std::bool_constant<kPlain>) {
+    barrier_wait(shared_address(&shared.k_full[k.slot()]), k.parity());
+    fence_async_proxy();
+    wgmma_begin();
     start_qk();
-    wgmma_wait<0>();
-    finish_qk(keys.begin);
-    pack_weights();
-    for (int32_t first = keys.begin + kKeys; first < keys.end; first += kKeys) {
-      start_qk();
-      start_pv();
-      wgmma_wait<1>();
-      finish_qk(first);
+    if constexpr (!kFirst) start_pv();  // values came before these keys, by the same threads
+    wgmma_wait<kFirst ? 0 : 1>();
+    pin(s);
+    float added[2];
+    const auto raise = [&] {
+      mask(first);
+      float top[2];
+      row_tops(s, top);
+      softmax.raise(top, unit);
+    };
+    bool raised = !kPlain;
+    if constexpr (!kPlain) raise();
+#pragma unroll 1
+    for (;;) {
+      const bool fits = softmax.weigh(s, unit, added);
+      if (!kPlain || raised || !__any_sync(~0u, !fits)) break;
+      raised = true;
+      wgmma_wait<0>();
+      pin(o);
+      multiply_again<C::kType, false, C::kPanels, C::kPanelBytes, C::kPanelBytes>(
+          s, shared_address(shared.q[warpgroup]) + warp * 2048, shared_address(shared.k[k.slot()]));
+      raise();
+    }
+    for (int h = 0; h < 2; ++h) softmax.sum[h] += added[h];
+    release(&shared.k_empty[k.slot()]);
+    k.next();
+    if constexpr (!kFirst) {
       finish_pv();
-      if (__any_sync(~0u, softmax.factor[0] != 1.0f || softmax.factor[1] != 1.0f)) {
+      if (raised) {
 #pragma unroll
         for (int i = 0; i < C::kDim / 2; ++i) o[i] *= softmax.factor[i / 2 % 2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) total[i] *= softmax.factor[i / 2];
       }
-      pack_weights();
     }
+    pack_weights();
+  };
+
+  if (keys.begin < keys.end) {
+    block(keys.begin, std::true_type(), std::false_type());
+    int32_t first = keys.begin + kKeys;
+    for (; first + kKeys <= keys.end; first += kKeys) block(first, std::false_type(), std::true_type());
+    if (first < keys.end) block(first, std::false_type(), std::false_type());
+    barrier_wait(shared_address(&shared.v_full[v.slot()]), v.parity());
+    fence_async_proxy();
+    wgmma_begin();
     start_pv();
     finish_pv();
   }
 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float dropped = total[2 * h], all = quad_sum(softmax.sum[h]), high = softmax.high[h] * p.scale;
+    const float dropped = total[2 * h], all = quad_sum(softmax.sum[h]), high = softmax.base[h] * kLn2;
     const int group = group0 + 16 * warp + lane / 4 + 8 * h;
     if (group >= p.groups) continue;
     float* out = tail.sums[head] + (int64_t{group} * tail.partials + part) * tail.width;

@@ -4,13 +4,15 @@
 #include <cuda_fp16.h>
 
 #include <limits>
+#include <type_traits>
 
 #include "cuda/device/ptx_sm90.cuh"
 
 namespace scope::cuda {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
-inline constexpr float kLog2e = 1.44269504088896f;
+inline constexpr float kLowest = std::numeric_limits<float>::lowest();
+inline constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
 // The float that an integer becomes when it is added to this one's bits, up to 2^22 either way, is their sum: logits in
 // bytes begin here, and need not be converted; and a float added to it leaves the nearest integer in its bits.
 inline constexpr float kWhole = 12582912.0f;
@@ -18,13 +20,15 @@ inline constexpr float kWhole = 12582912.0f;
 // Position in a ring of kCount slots that are filled and emptied in turn; one register.
 template <int kCount>
 struct Ring {
-  int at = 0;  // of two rounds, whose parities differ
-  __device__ int slot() const { return at < kCount ? at : at - kCount; }
-  __device__ uint32_t parity() const { return at < kCount ? 0 : 1; }
+  static constexpr bool kCountsOn = (kCount & (kCount - 1)) == 0;  // where that costs no division
+  uint32_t at = 0;  // counted on, or through two rounds, whose parities differ
+  __device__ uint32_t slot() const { return kCountsOn ? at % kCount : at < kCount ? at : at - kCount; }
+  __device__ uint32_t parity() const { return kCountsOn ? at / kCount % 2 : at < kCount ? 0 : 1; }
   __device__ void next() {
-    if (++at == 2 * kCount) at = 0;
+    ++at;
+    if (!kCountsOn && at == 2 * kCount) at = 0;
   }
-  __device__ void skip(int count) { at = (at + count) % (2 * kCount); }
+  __device__ void skip(uint32_t count) { at = kCountsOn ? at + count : (at + count) % (2 * kCount); }
 };
 
 __device__ inline float exp2_approx(float x) {
@@ -82,62 +86,114 @@ __device__ void multiply_rows(float (&s)[kCount], uint64_t a, uint64_t b) {
   }
 }
 
-// What probabilities are rounded to: they reach up to 2^(kLift + kLag).
-struct SixteenBits {
-  static constexpr float kLag = 8, kLift = 0;
-};
-struct E4m3 {  // up to 448
-  static constexpr float kLag = 2.75f, kLift = 6;
-};
-
-// Online softmax of a thread's two rows. `high` may lag behind the true maximum by up to kLag powers of two, which
-// saves most of the rescaling; sums and products stay far from overflow. Probabilities and sums are 2^kLift times larger.
-template <class Range = SixteenBits>
-struct Softmax {
-  float high[2] = {-kInfinity, -kInfinity};  // of unscaled logits
-  float sum[2] = {0, 0};                     // of this thread's columns
-  float factor[2];                           // what the last block multiplies earlier sums with
-
-  // s: logits -> probabilities. unit: of a logit of each row, in powers of two.
-  template <int kCount>
-  __device__ void block(float (&s)[kCount], const float (&unit)[2]) {
-    block(s, unit, [&](int h) {
-      float top = s[2 * h];
+// The same by one warp without the others of its warpgroup: its 16 rows at a, kCount * 2 at b. kBytes: of bytes, from kWhole
+// on.
+template <DType kType, bool kBytes, int kPanels, int kStepA, int kStepB, int kCount>
+__device__ void multiply_again(float (&s)[kCount], uint32_t a, uint32_t b) {
+  int lane;  // volatile, so that the compiler leaves what is made of it here, and not in registers of the caller's loop
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const int row = lane % 8, middle = lane / 8 % 2, upper = lane / 16;
 #pragma unroll
-      for (int i = 0; i < kCount / 2; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * h + i % 2]);
-      return top;
-    });
+  for (int i = 0; i < kCount; ++i) s[i] = kBytes ? kWhole : 0;
+#pragma unroll 1
+  for (int step = 0; step < 4 * kPanels; ++step) {  // of 32 bytes of each row
+    const int panel = step / 4, chunk = step % 4 * 2;
+    uint32_t x[4], y[4];
+    load_rows(x, a + panel * kStepA + (row + 8 * middle) * 128 + (((chunk + upper) ^ row) << 4));
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) {
+      load_rows(y, b + panel * kStepB + (row + 8 * upper + 16 * i) * 128 + (((chunk + middle) ^ row) << 4));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        auto& four = *reinterpret_cast<float(*)[4]>(&s[8 * i + 4 * j]);
+        if constexpr (kBytes) {
+          mma_s8(four, x, y[2 * j], y[2 * j + 1]);
+        } else {
+          mma<kType>(four, x, y[2 * j], y[2 * j + 1]);
+        }
+      }
+    }
   }
-  // The same; top_of(h): the highest of the thread's logits in row h.
-  template <int kCount, class TopOf>
-  __device__ void block(float (&s)[kCount], const float (&unit)[2], const TopOf& top_of) {
-    float shift[2];
+}
+
+// The highest of a row's logits, of which each lane of a quad has kCount / 2 for each of two rows.
+template <int kCount>
+__device__ void row_tops(const float (&s)[kCount], float (&top)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float most[4];  // side by side, so that they do not wait for one another
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most[i] = s[i / 2 * 4 + 2 * h + i % 2];
+#pragma unroll
+    for (int i = 4; i < kCount / 2; ++i) most[i % 4] = fmaxf(most[i % 4], s[i / 2 * 4 + 2 * h + i % 2]);
+    top[h] = quad_max(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
+  }
+}
+
+// What probabilities are rounded to: they are 2^kLift at the highest logit that was looked at, and none may pass kMost.
+struct Bf16 {
+  static constexpr float kLift = 0, kMost = 0x1p40f;
+};
+struct F16 {
+  static constexpr float kLift = 0, kMost = 0x1p13f;
+};
+struct E4m3 {
+  static constexpr float kLift = 6, kMost = 448;
+};
+template <DType kType>
+using SixteenBits = std::conditional_t<kType == DType::bf16, Bf16, F16>;
+
+// Online softmax of a thread's two rows: of a logit x the probability is 2^(unit x - base), and sums are of the same size.
+// Base comes from the highest logit that was looked at; as long as probabilities keep below kMost it may stay.
+template <class Range>
+struct Softmax {
+  float base[2] = {kLowest, kLowest};  // not -inf, which could not be subtracted from itself
+  float sum[2] = {0, 0};               // of this thread's columns
+  float factor[2];                     // what earlier sums were multiplied with when base was raised last
+
+  // top: the highest logit of each row. unit: of a logit of each row, in powers of two.
+  __device__ void raise(const float (&top)[2], const float (&unit)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float top = quad_max(top_of(h));
-      const float before = high[h];
-      if (!((top - before) * unit[h] <= Range::kLag)) high[h] = fmaxf(before, top);
-      const float base = high[h] == -kInfinity ? 0.0f : high[h];  // -inf minus -inf would be NaN
-      factor[h] = exp2_approx((before - base) * unit[h]);
-      shift[h] = base;
-    }
-    // A fused multiply-subtract leaves the rounding error of shift * unit in the exponent: subtract first where it matters.
-    if (__any_sync(~0u, fmaxf(fabsf(shift[0]) * unit[0], fabsf(shift[1]) * unit[1]) > 4096.0f)) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) s[i] -= shift[i / 2 % 2];
-      shift[0] = shift[1] = 0;
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+      const float before = base[h];
+      base[h] = fmaxf(before, fmaf(top[h], unit[h], -Range::kLift));
+      factor[h] = exp2_approx(before - base[h]);
       sum[h] *= factor[h];
-      shift[h] = shift[h] * unit[h] - Range::kLift;
     }
+  }
+  // s: logits -> probabilities, and `added` their sums, which are not yet part of `sum`. False where one may pass kMost.
+  template <int kCount>
+  __device__ bool weigh(float (&s)[kCount], const float (&unit)[2], float (&added)[2]) const {
+    added[0] = added[1] = 0;
+    float most = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_approx(fmaf(s[i], unit[i / 2 % 2], -shift[i / 2 % 2]));
-      sum[i / 2 % 2] += s[i];
+      const int h = i / 2 % 2;
+      s[i] = exp2_approx(fmaf(s[i], unit[h], -base[h]));
+      added[h] += s[i];
+      if (kByTop) most = fmaxf(most, s[i]);
     }
+    if (kByTop) return most <= Range::kMost && added[0] + added[1] < kInfinity;
+    return added[0] <= Range::kMost && added[1] <= Range::kMost;
   }
+  // Raises base after all, and lowers the probabilities of before; for finite sums.
+  template <int kCount>
+  __device__ void lower(float (&s)[kCount], float (&added)[2]) {
+    float top[2];
+    row_tops(s, top);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float steps = top[h] > Range::kMost ? __log2f(top[h]) - Range::kLift : 0;
+      base[h] += steps;
+      factor[h] = exp2_approx(-steps);
+      sum[h] *= factor[h], added[h] *= factor[h];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] *= factor[i / 2 % 2];
+  }
+
+ private:
+  static constexpr bool kByTop = std::is_same_v<Range, E4m3>;  // in 8 bits there is no room for many that are high together
 };
 
 }  // namespace scope::cuda
