@@ -246,6 +246,28 @@ TEST(Attend, LogitsThatRiseFromKeyToKey) {
   });
 }
 
+// A query's result is the same to the bit whatever logits the queries beside it have.
+TEST(Attend, SteepRowsDoNotReachTheirNeighbours) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : limits().dtypes) {
+      SCOPED_TRACE(dtype_name(dtype));
+      constexpr int64_t kQueries = 128, kKeys = 500;
+      Random random(33);
+      Problem problem(random, dtype, kQueries, kKeys, 128);
+      for (int64_t j = 0; j < kKeys; ++j) problem.k.set(j, 3, static_cast<double>(j) / 10);
+      for (int64_t t = 0; t < kQueries; ++t) problem.q.set(t, 3, 0);
+      problem.add_dense_group(kQueries);
+      const Result alone(exec, problem.args());
+      for (int64_t t = 1; t < kQueries; t += 2) problem.q.set(t, 3, 100);  // logits rise by 440
+      const Result beside(exec, problem.args());
+      for (int64_t t = 0; t < kQueries; t += 2) {
+        ASSERT_EQ(alone.lse[t], beside.lse[t]) << "row " << t;
+        for (int64_t c = 0; c < 128; ++c) ASSERT_EQ(alone.at(t, c), beside.at(t, c)) << "row " << t << " channel " << c;
+      }
+    }
+  });
+}
+
 // q.k past 65,504 must not pass through f16; the naive program would, so the reference alone judges.
 TEST(Attend, F16OverflowDoesNotBlackenFrames) {
   each_machine([](const Exec& exec) {

@@ -281,15 +281,15 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
         pin(s);
       }
       float added[2];
-      const auto raise = [&] {
+      const auto raise = [&](bool upper, bool lower) {  // which of the rows
         float top[2];
         row_tops(s, top);
-        softmax.raise(top, unit);
+        softmax.raise({upper ? top[0] : -kInfinity, lower ? top[1] : -kInfinity}, unit);
       };
       bool raised = !kPlain;
       if constexpr (!kPlain) {
         if (b >= plain) mask(b);
-        raise();
+        raise(true, true);
       }
 #pragma unroll 1
       for (;;) {
@@ -305,7 +305,7 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
         multiply_again<C::kType, C::kByteKeys, C::kKeyPanels, C::kQueryPanelBytes, C::kPanelBytes>(
             s, shared_address(shared.q) + group * C::kQueryBytes + warp * 2048,
             shared_address(shared.k) + k.slot() * C::kKeyBytes);
-        raise();
+        raise(!softmax.fits(added[0]), !softmax.fits(added[1]));  // other rows do not see it
       }
       for (int h = 0; h < 2; ++h) softmax.sum[h] += added[h];
       release(&shared.k_empty[k.slot()]);

@@ -194,14 +194,14 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
     wgmma_wait<kFirst ? 0 : 1>();
     pin(s);
     float added[2];
-    const auto raise = [&] {
+    const auto raise = [&](bool upper, bool lower) {  // which of the rows
       mask(first);
       float top[2];
       row_tops(s, top);
-      softmax.raise(top, unit);
+      softmax.raise({upper ? top[0] : -kInfinity, lower ? top[1] : -kInfinity}, unit);
     };
     bool raised = !kPlain;
-    if constexpr (!kPlain) raise();
+    if constexpr (!kPlain) raise(true, true);
 #pragma unroll 1
     for (;;) {
       const bool fits = softmax.weigh(s, unit, added);
@@ -211,7 +211,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
       pin(o);
       multiply_again<C::kType, false, C::kPanels, C::kPanelBytes, C::kPanelBytes>(
           s, shared_address(shared.q[warpgroup]) + warp * 2048, shared_address(shared.k[k.slot()]));
-      raise();
+      raise(!softmax.fits(added[0]), !softmax.fits(added[1]));
     }
     for (int h = 0; h < 2; ++h) softmax.sum[h] += added[h];
     release(&shared.k_empty[k.slot()]);

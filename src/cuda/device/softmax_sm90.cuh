@@ -176,6 +176,10 @@ struct Softmax {
     if (kByTop) return most <= Range::kMost && added[0] + added[1] < kInfinity;
     return added[0] <= Range::kMost && added[1] <= Range::kMost;
   }
+  // After weigh: whether a row's sum kept below kMost in all four lanes that have a part of it.
+  __device__ static bool fits(float added) {
+    return (__ballot_sync(~0u, !(added <= Range::kMost)) >> (threadIdx.x % 32 & ~3u) & 15) == 0;
+  }
   // Raises base after all, and lowers the probabilities of before; for finite sums.
   template <int kCount>
   __device__ void lower(float (&s)[kCount], float (&added)[2]) {
