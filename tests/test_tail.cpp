@@ -160,7 +160,7 @@ TEST(TailMean, LogitsThatRiseFromKeyToKey) {
       for (const double rise : {30.0, 200.0, 1500.0}) {  // in powers of two
         SCOPED_TRACE(fmt::format("{}, rise {}", dtype_name(dtype), rise));
         Random random(77);
-        MeanProblem problem(random, dtype, 30, 3200, 128, false, false);
+        MeanProblem problem(random, dtype, 20, 6000, 128, false, false);
         for (int64_t c = 0; c < problem.groups; ++c) problem.centroids[static_cast<size_t>(c * 128 + 3)] = 1;
         for (int64_t j = 0; j < problem.tokens; ++j) {
           problem.k.set(j, 3,

@@ -165,8 +165,10 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
     const AttendTile& tile = shared.tiles[last_slot()];
     const bool split = is_split(tile);
     const int blocks = block_count<C>(tile);
-    const auto release = [&](uint64_t* barrier) {
-      if (lane == 0) barrier_arrive(shared_address(barrier), split ? C::kConsumers : 1);
+    // One lane arrives for its warp where wgmma alone has read; race checkers follow other reads where each lane arrives.
+    const auto release = [&](uint64_t* barrier, bool each = false) {
+      const int parts = split ? C::kConsumers : 1;
+      if (each || lane == 0) barrier_arrive(shared_address(barrier), each ? parts : 32 * parts);
     };
     if (!split && 64 * group >= tile.rows) {  // idle, but in step: parities tell only neighbouring phases apart
       for (int b = 0; b < blocks; ++b, k.next()) {
@@ -308,7 +310,7 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
         raise(!softmax.fits(added[0]), !softmax.fits(added[1]));  // other rows do not see it
       }
       for (int h = 0; h < 2; ++h) softmax.sum[h] += added[h];
-      release(&shared.k_empty[k.slot()]);
+      release(&shared.k_empty[k.slot()], raised);
       split ? k.skip(C::kConsumers) : k.next();
       if constexpr (!kFirst) {
         finish_pv();

@@ -127,8 +127,9 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
   const uint64_t k_at = panel_descriptor(shared_address(shared.k), 16);
   const uint64_t v_at = panel_descriptor(shared_address(shared.v), C::kPanelBytes);
   Ring<C::kStages> k, v;
-  const auto release = [&](uint64_t* barrier) {
-    if (lane == 0) barrier_arrive(shared_address(barrier));
+  // One lane arrives for its warp where wgmma alone has read; race checkers follow other reads where each lane arrives.
+  const auto release = [&](uint64_t* barrier, bool each = false) {
+    if (each || lane == 0) barrier_arrive(shared_address(barrier), each ? 1 : 32);
   };
 
   float o[C::kDim / 2], s[kKeys / 2];
@@ -214,7 +215,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
       raise(!softmax.fits(added[0]), !softmax.fits(added[1]));
     }
     for (int h = 0; h < 2; ++h) softmax.sum[h] += added[h];
-    release(&shared.k_empty[k.slot()]);
+    release(&shared.k_empty[k.slot()], raised);
     k.next();
     if constexpr (!kFirst) {
       finish_pv();
@@ -271,8 +272,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_init(shared_address(&shared.k_full[i]), 128);
       barrier_init(shared_address(&shared.v_full[i]), 128);
       barrier_init(shared_address(&shared.kept_full[i]), 128);
-      barrier_init(shared_address(&shared.k_empty[i]), 4 * busy);
-      barrier_init(shared_address(&shared.v_empty[i]), 4 * busy);
+      barrier_init(shared_address(&shared.k_empty[i]), 128 * busy);
+      barrier_init(shared_address(&shared.v_empty[i]), 128 * busy);
     }
     fence_barrier_init();
   }

@@ -114,7 +114,6 @@ __device__ void multiply_again(float (&s)[kCount], uint32_t a, uint32_t b) {
       }
     }
   }
-  __syncwarp();  // one lane may say for all that they have read
 }
 
 // The highest of a row's logits, of which each lane of a quad has kCount / 2 for each of two rows.
