@@ -25,9 +25,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) attend_kernel(const __grid_con
     for (int i = 0; i < C::kStages; ++i) {
       barrier_init(shared_address(&shared.k_full[i]), kLoaders);
       barrier_init(shared_address(&shared.v_full[i]), kLoaders);
-      barrier_init(shared_address(&shared.k_empty[i]), 128 * C::kConsumers);
-      barrier_init(shared_address(&shared.v_empty[i]), 128 * C::kConsumers);
+      barrier_init(shared_address(&shared.k_empty[i]), 4 * C::kConsumers);
+      barrier_init(shared_address(&shared.v_empty[i]), 4 * C::kConsumers);
     }
+    for (int i = 0; i < 4 * C::kConsumers; ++i) barrier_init(shared_address(&shared.have_read[i]), 32);
     fence_barrier_init();
   }
   __syncthreads();

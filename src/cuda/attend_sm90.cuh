@@ -71,6 +71,7 @@ struct Shared : ForByteValues<C> {
   uint64_t tile_full[kTiles], tile_empty[kTiles];
   uint64_t list_full[C::kLists], list_empty[C::kLists];
   uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+  uint64_t have_read[4 * C::kConsumers];  // a warp's lanes, before one of them releases what they read
 };
 
 // A tile with no key has one empty block.

@@ -165,10 +165,8 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
     const AttendTile& tile = shared.tiles[last_slot()];
     const bool split = is_split(tile);
     const int blocks = block_count<C>(tile);
-    // One lane arrives for its warp where wgmma alone has read; race checkers follow other reads where each lane arrives.
-    const auto release = [&](uint64_t* barrier, bool each = false) {
-      const int parts = split ? C::kConsumers : 1;
-      if (each || lane == 0) barrier_arrive(shared_address(barrier), each ? parts : 32 * parts);
+    const auto release = [&](uint64_t* barrier) {
+      if (lane == 0) barrier_arrive(shared_address(barrier), split ? C::kConsumers : 1);
     };
     if (!split && 64 * group >= tile.rows) {  // idle, but in step: parities tell only neighbouring phases apart
       for (int b = 0; b < blocks; ++b, k.next()) {
@@ -274,7 +272,7 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
         if (C::kByteValues) await_values();  // those of 16 bits came before these keys, by the same threads
         start_pv();
       }
-      wgmma_wait<kFirst ? 0 : 1>();
+      wgmma_wait<kPlain ? 1 : 0>();
       if constexpr (C::kByteKeys) {
         pin(bytes);
 #pragma unroll
@@ -290,7 +288,7 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
       };
       bool raised = !kPlain;
       if constexpr (!kPlain) {
-        if (b >= plain) mask(b);
+        if (!kFirst || b >= plain) mask(b);
         raise(true, true);
       }
 #pragma unroll 1
@@ -307,10 +305,11 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
         multiply_again<C::kType, C::kByteKeys, C::kKeyPanels, C::kQueryPanelBytes, C::kPanelBytes>(
             s, shared_address(shared.q) + group * C::kQueryBytes + warp * 2048,
             shared_address(shared.k) + k.slot() * C::kKeyBytes);
+        barrier_meet(shared_address(&shared.have_read[4 * group + warp]));
         raise(!softmax.fits(added[0]), !softmax.fits(added[1]));  // other rows do not see it
       }
       for (int h = 0; h < 2; ++h) softmax.sum[h] += added[h];
-      release(&shared.k_empty[k.slot()], raised);
+      release(&shared.k_empty[k.slot()]);
       split ? k.skip(C::kConsumers) : k.next();
       if constexpr (!kFirst) {
         finish_pv();

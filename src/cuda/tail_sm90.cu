@@ -28,6 +28,7 @@ struct Shared {
   uint2 kept[C::kStages][C::kGroups];  // bits of the block's keys; ones for groups that have no mean
   uint64_t kept_full[C::kStages];      // emptied with v
   uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+  uint64_t have_read[4 * C::kConsumers];  // a warp's lanes, before one of them releases the keys that they read
 };
 
 // The highest bits of byte `byte` of x and y, each 16 times: x's in the lower half.
@@ -127,11 +128,6 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
   const uint64_t k_at = panel_descriptor(shared_address(shared.k), 16);
   const uint64_t v_at = panel_descriptor(shared_address(shared.v), C::kPanelBytes);
   Ring<C::kStages> k, v;
-  // One lane arrives for its warp where wgmma alone has read; race checkers follow other reads where each lane arrives.
-  const auto release = [&](uint64_t* barrier, bool each = false) {
-    if (each || lane == 0) barrier_arrive(shared_address(barrier), each ? 1 : 32);
-  };
-
   float o[C::kDim / 2], s[kKeys / 2];
   uint32_t weights[kKeys / 16][4];
 #pragma unroll
@@ -155,7 +151,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
   const auto finish_pv = [&] {
     wgmma_wait<0>();
     pin(o);
-    release(&shared.v_empty[v.slot()]);
+    barrier_arrive(shared_address(&shared.v_empty[v.slot()]));  // each thread, because it has read what is kept
     v.next();
   };
   // Where the keys from `first` on end, and where a logit is NaN, which weighs nothing.
@@ -212,10 +208,11 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
       pin(o);
       multiply_again<C::kType, false, C::kPanels, C::kPanelBytes, C::kPanelBytes>(
           s, shared_address(shared.q[warpgroup]) + warp * 2048, shared_address(shared.k[k.slot()]));
+      barrier_meet(shared_address(&shared.have_read[4 * warpgroup + warp]));
       raise(!softmax.fits(added[0]), !softmax.fits(added[1]));
     }
     for (int h = 0; h < 2; ++h) softmax.sum[h] += added[h];
-    release(&shared.k_empty[k.slot()], raised);
+    if (lane == 0) barrier_arrive(shared_address(&shared.k_empty[k.slot()]));
     k.next();
     if constexpr (!kFirst) {
       finish_pv();
@@ -272,9 +269,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_init(shared_address(&shared.k_full[i]), 128);
       barrier_init(shared_address(&shared.v_full[i]), 128);
       barrier_init(shared_address(&shared.kept_full[i]), 128);
-      barrier_init(shared_address(&shared.k_empty[i]), 128 * busy);
+      barrier_init(shared_address(&shared.k_empty[i]), 4 * busy);
       barrier_init(shared_address(&shared.v_empty[i]), 128 * busy);
     }
+    for (int i = 0; i < 4 * C::kConsumers; ++i) barrier_init(shared_address(&shared.have_read[i]), 32);
     fence_barrier_init();
   }
   for (int i = threadIdx.x; i < C::kStages * C::kGroups; i += C::kThreads) {

@@ -35,6 +35,19 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// Arrives, and returns once all have: for a warp, what race checkers see, where __syncwarp compiles to nothing.
+__device__ inline void barrier_meet(uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 phase;\n"
+      ".reg .pred done;\n"
+      "mbarrier.arrive.release.cta.shared::cta.b64 phase, [%0];\n"
+      "again:\n"
+      "mbarrier.try_wait.acquire.cta.shared::cta.b64 done, [%0], phase;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier)
+      : "memory");
+}
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Barrier `id` (0 is __syncthreads) among `threads` threads.

@@ -121,12 +121,10 @@ template <int kCount>
 __device__ void row_tops(const float (&s)[kCount], float (&top)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float most[4];  // side by side, so that they do not wait for one another
+    float even = s[2 * h], odd = s[2 * h + 1];  // side by side, so that they wait less for one another
 #pragma unroll
-    for (int i = 0; i < 4; ++i) most[i] = s[i / 2 * 4 + 2 * h + i % 2];
-#pragma unroll
-    for (int i = 4; i < kCount / 2; ++i) most[i % 4] = fmaxf(most[i % 4], s[i / 2 * 4 + 2 * h + i % 2]);
-    top[h] = quad_max(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
+    for (int i = 4; i < kCount; i += 4) even = fmaxf(even, s[i + 2 * h]), odd = fmaxf(odd, s[i + 2 * h + 1]);
+    top[h] = quad_max(fmaxf(even, odd));
   }
 }
 
