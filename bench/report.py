@@ -285,6 +285,10 @@ def gpu_when_it_pays(name, data):
         table("scope, rule=target"), "\n## The exact proxy\n", table("scope-exact, rule=target"), "", gpu_source(name, data)])
 
 
+def densities_of(rows):
+    return dict.fromkeys(r["settings"]["density"] for r in rows if r["name"] == "scope-mean, rule=target")
+
+
 def gpu_readme(data):
     lines = ["| on an NVIDIA H200, bf16, whole warm calls: time ÷ cuDNN dense | `scope` | `scope-mean` | that is, times faster than cuDNN, FlashAttention-2 |", "|---|---|---|---|"]
     for case in data["cases"]:
@@ -294,7 +298,12 @@ def gpu_readme(data):
             mean = ours["scope-mean", density]
             lines.append(f"| {case['name']}, {case['heads']} heads × {case['tokens']:,}, density {density:.2f} | {ours['scope', density]['ratio']:.3f} | "
                          f"**{mean['ratio']:.3f}** | {1 / mean['ratio']:.1f}×, {flash / mean['ms']:.1f}× |")
-    return "\n".join(lines) + "\n\n300 groups; every row, stage and setting: [docs/benchmarks_gpu.md](docs/benchmarks_gpu.md).\n\n"
+    first = data["cases"][0]["rows"]
+    ratio = lambda name: " / ".join(f"{r['ratio']:.3f}" for r in first if r["name"] == name)
+    return "\n".join(lines) + (
+        f"\n\n300 groups. Dense attention by our kernel takes {ratio('dense, wgmma')} of cuDNN's time. With queries and keys multiplied in 8 bits (`products=qk8`) dense attention takes "
+        f"{ratio('dense, qk8')} and `scope-mean` {ratio('scope-mean, target, qk8')} at densities {' / '.join(f'{d:.2f}' for d in densities_of(first))}, at "
+        "[no loss that videos show](docs/fidelity.md#8-bit-products). Every row, stage and setting: [docs/benchmarks_gpu.md](docs/benchmarks_gpu.md).\n\n")
 
 
 def gpu_chart(data):
