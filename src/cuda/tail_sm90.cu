@@ -177,7 +177,7 @@ __device__ void consume(const ProxyLaunch& p, const TailLaunch& tail, int64_t he
       weights[i / 4][i % 4] = pack<C::kType>(s[2 * i], s[2 * i + 1]) & ~signs(even[h][word], odd[h][word], byte);
     }
 #pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i) mma<C::kType>(total, weights[i], kOnes, kOnes);
+    for (int i = 0; i < kKeys / 16; ++i) mma_16x8x16<Element<C::kType>>(total, weights[i], kOnes, kOnes);
   };
 
   // As attend's: the highest logits are looked for in the first block and in one that is not whole, and in another only

@@ -4,12 +4,9 @@
 #include <cstdint>
 
 #include "core/tensor.h"
+#include "cuda/device/ptx_sm80.cuh"
 
 namespace scope::cuda {
-
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // ---- mbarrier: a phase ends when the expected number of arrivals has come; phases alternate in parity, from 0 ----
 
@@ -107,44 +104,10 @@ __device__ inline void load_transposed(uint32_t (&x)[4], uint32_t from) {
                : "r"(from)
                : "memory");
 }
-// The same without a transposition: lane l holds bytes 4 (l % 4) .. + 3 of row l / 4.
-__device__ inline void load_rows(uint32_t (&x)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from)
-               : "memory");
-}
-// And back.
+// The other way without a transposition: lane l holds bytes 4 (l % 4) .. + 3 of row l / 4.
 __device__ inline void store_rows(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
-}
-
-// ---- mma: the 16 x 8 products of one warp, with the fragments of load_rows ----
-
-template <DType kType>
-__device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#define SCOPE_MMA(shape, to, type)                                       \
-  asm("mma.sync.aligned." shape ".row.col." to "." type "." type "." to  \
-      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-      : SCOPE_FOUR                                                       \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-#define SCOPE_FOUR "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-  if constexpr (kType == DType::bf16)
-    SCOPE_MMA("m16n8k16", "f32", "bf16");
-  else
-    SCOPE_MMA("m16n8k16", "f32", "f16");
-#undef SCOPE_FOUR
-}
-// The bits of d are integers.
-__device__ inline void mma_s8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  int32_t sums[4];
-  for (int i = 0; i < 4; ++i) sums[i] = __float_as_int(d[i]);
-#define SCOPE_FOUR "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
-  SCOPE_MMA("m16n8k32", "s32", "s8");
-#undef SCOPE_FOUR
-#undef SCOPE_MMA
-  for (int i = 0; i < 4; ++i) d[i] = __int_as_float(sums[i]);
 }
 
 // ---- wgmma: D[64, N] += A[64, 16] B[16, N] by the four warps of a warpgroup, in float ----

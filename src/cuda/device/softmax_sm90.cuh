@@ -11,7 +11,7 @@
 namespace scope::cuda {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
-inline constexpr float kLowest = std::numeric_limits<float>::lowest();
+inline constexpr float kNoBase = std::numeric_limits<float>::lowest();
 inline constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
 // The float that an integer becomes when it is added to this one's bits, up to 2^22 either way, is their sum: logits in
 // bytes begin here, and need not be converted; and a float added to it leaves the nearest integer in its bits.
@@ -36,6 +36,9 @@ __device__ inline float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+template <DType kType>
+using Element = std::conditional_t<kType == DType::bf16, __nv_bfloat16, __half>;
 
 template <DType kType>
 __device__ uint32_t pack(float low, float high) {
@@ -99,17 +102,20 @@ __device__ void multiply_again(float (&s)[kCount], uint32_t a, uint32_t b) {
   for (int step = 0; step < 4 * kPanels; ++step) {  // of 32 bytes of each row
     const int panel = step / 4, chunk = step % 4 * 2;
     uint32_t x[4], y[4];
-    load_rows(x, a + panel * kStepA + (row + 8 * middle) * 128 + (((chunk + upper) ^ row) << 4));
+    load_matrix_x4(x, a + panel * kStepA + (row + 8 * middle) * 128 + (((chunk + upper) ^ row) << 4));
 #pragma unroll
     for (int i = 0; i < kCount / 8; ++i) {
-      load_rows(y, b + panel * kStepB + (row + 8 * upper + 16 * i) * 128 + (((chunk + middle) ^ row) << 4));
+      load_matrix_x4(y, b + panel * kStepB + (row + 8 * upper + 16 * i) * 128 + (((chunk + middle) ^ row) << 4));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         auto& four = *reinterpret_cast<float(*)[4]>(&s[8 * i + 4 * j]);
         if constexpr (kBytes) {
-          mma_s8(four, x, y[2 * j], y[2 * j + 1]);
+          int32_t sums[4];
+          for (int l = 0; l < 4; ++l) sums[l] = __float_as_int(four[l]);
+          mma_16x8x32(sums, x, y[2 * j], y[2 * j + 1]);
+          for (int l = 0; l < 4; ++l) four[l] = __int_as_float(sums[l]);
         } else {
-          mma<kType>(four, x, y[2 * j], y[2 * j + 1]);
+          mma_16x8x16<Element<kType>>(four, x, y[2 * j], y[2 * j + 1]);
         }
       }
     }
@@ -145,7 +151,7 @@ using SixteenBits = std::conditional_t<kType == DType::bf16, Bf16, F16>;
 // Base comes from the highest logit that was looked at; as long as probabilities keep below kMost it may stay.
 template <class Range>
 struct Softmax {
-  float base[2] = {kLowest, kLowest};  // not -inf, which could not be subtracted from itself
+  float base[2] = {kNoBase, kNoBase};  // not -inf, which could not be subtracted from itself
   float sum[2] = {0, 0};               // of this thread's columns
   float factor[2];                     // what earlier sums were multiplied with when base was raised last
 
