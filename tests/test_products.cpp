@@ -58,7 +58,9 @@ Emulated emulate(const AttendArgs& args, bool bytes_of_values) {
     return j < real ? static_cast<float>(reference::element(v, j, c)) : rounded(args.extra.v[0][(j - real) * dim + c]);
   };
   const auto query = [&](int64_t i, int64_t c) { return static_cast<float>(reference::element(q, args.order[0][i], c)); };
-  const auto is_valid = [&](int64_t j) { return args.valid == nullptr || j >= real || mask_bit(args.valid, j); };
+  const auto is_valid = [&](int64_t j) {
+    return args.valid == nullptr || j >= real || mask_bit(args.valid, j) || (args.keep != nullptr && mask_bit(args.keep, j));
+  };
 
   // In f32 and in the backends' order: integers are to be the same.
   std::vector<float> centre(dim), times_q(dim), times_k(dim), even(dim), mean(dim), far(dim);

@@ -25,6 +25,12 @@ constexpr int64_t kVectors = 4;            // sums per query, as in the other ke
 constexpr int64_t kPanel = 16 * kVectors;  // keys of a panel
 constexpr int kMiddle = 128;               // added to a key's bytes: vpdpbusd multiplies unsigned ones by signed ones
 
+// To the nearest whole numbers from -127 to 127: what lies beyond, which no key that counts does, saturates.
+SCOPE_S8 inline __m512i to_s8(__m512 x) {
+  const __m512i whole = _mm512_cvtps_epi32(x);
+  return _mm512_max_epi32(_mm512_min_epi32(whole, _mm512_set1_epi32(127)), _mm512_set1_epi32(-127));
+}
+
 // Channels c to c + 15 of a bf16 row; zeros from dim on.
 SCOPE_S8 inline __m512 load(const uint16_t* row, int64_t c, int64_t dim) {
   const auto some = static_cast<__mmask16>((uint32_t{1} << std::clamp<int64_t>(dim - c, 0, 16)) - 1);
@@ -61,7 +67,7 @@ SCOPE_S8 void round_keys(const RowsView& src, int64_t first, int64_t count, cons
     const auto* row = reinterpret_cast<const uint16_t*>(src.row(i));
     for (int64_t c = 0; c < src.dim; c += 16) {
       const __m512 x = _mm512_sub_ps(load(row, c, src.dim), _mm512_loadu_ps(by.centre + c));
-      const __m512i byte = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_loadu_ps(by.times_k + c)));
+      const __m512i byte = to_s8(_mm512_mul_ps(x, _mm512_loadu_ps(by.times_k + c)));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out + c),
                        _mm512_cvtepi32_epi8(_mm512_add_epi32(byte, _mm512_set1_epi32(kMiddle))));
     }
@@ -85,7 +91,7 @@ SCOPE_S8 void pack_q(const RowsView& src, const int32_t* rows, int64_t count, co
     __m512i sum = _mm512_setzero_si512();
     for (int64_t c = 0; c < src.dim; c += 16) {
       const __m512 x = _mm512_mul_ps(load(row, c, src.dim), _mm512_loadu_ps(by.times_q + c));
-      const __m512i byte = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(over)));
+      const __m512i byte = to_s8(_mm512_mul_ps(x, _mm512_set1_ps(over)));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + c), _mm512_cvtepi32_epi8(byte));
       sum = _mm512_add_epi32(sum, byte);
     }

@@ -72,6 +72,9 @@ bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) cons
   const bool anyhow = order == nullptr || queries == q.tokens;  // all of them: the order of memory is as good, and faster
   const auto in_order = [](int64_t i) { return static_cast<int32_t>(i); };
   const auto token = [&](int64_t x) { return anyhow ? in_order(x) : order[x]; };
+  const auto counts = [&](int64_t key) {
+    return args.valid == nullptr || mask_bit(args.valid, key) || (args.keep != nullptr && mask_bit(args.keep, key));
+  };
   const bool sampled = queries >= kBalanceSample;
   Part *all_q = parts_, *sample = parts_ + kParts, *all_k = parts_ + 2 * kParts;
   exec.pool->run(3 * kParts + 1, [&](int64_t i, int) {
@@ -85,8 +88,7 @@ bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) cons
       parts_[i].measure(kernels, q, begin(queries), end(queries),
                         [&](int64_t x) { return token(x) % kBalanceEvery == 0 ? token(x) : -1; });
     } else if (i < 3 * kParts) {
-      parts_[i].measure(kernels, k, begin(k.tokens), end(k.tokens),
-                        [&](int64_t x) { return args.valid == nullptr || mask_bit(args.valid, x) ? in_order(x) : -1; });
+      parts_[i].measure(kernels, k, begin(k.tokens), end(k.tokens), [&](int64_t x) { return counts(x) ? in_order(x) : -1; });
     } else {
       parts_[i].measure(kernels, extra, 0, extra.tokens, in_order);
     }

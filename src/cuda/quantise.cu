@@ -19,6 +19,12 @@ constexpr int kBlockRows = 4 * kRun * kSlots;  // rows that a block rounds
 constexpr int kParts = 32;                     // of a head's tokens; sums are added up in their order
 constexpr float kTiny = 0x1p-100f;             // and below: as good as zero
 constexpr float kMostByte = 127, kMostE4m3 = 448, kLeastUnit = 0x1p-100f;
+// Blocks on a multiprocessor at a time: for sm_120 the same loops are given more registers.
+#if __CUDA_ARCH__ >= 1000
+constexpr int kBlocksAtOnce = 2;
+#else
+constexpr int kBlocksAtOnce = 4;
+#endif
 
 enum class Kind { queries, keys, values };
 
@@ -46,13 +52,17 @@ struct Source {
   PerHead<const int32_t> order;
   PerHead<const int64_t> offsets;
   Rows k, v;
-  const uint32_t* valid;  // bits of the real keys; may be null
+  const uint32_t *valid, *keep;  // bits of the real keys that count; null: all do, and none beside those of `valid`
 
   // Queries that attend to something, and the i-th of them.
   __device__ int64_t queries(int64_t head) const { return offsets ? offsets[head][groups] : q_tokens; }
   __device__ const uint16_t* query(int64_t head, int64_t i) const { return q.row(head, order ? order[head][i] : i); }
   __device__ bool is_sampled(int64_t head) const { return queries(head) >= kBalanceSample; }
-  __device__ bool is_valid(uint32_t i) const { return valid == nullptr || (valid[i / 32] >> (i % 32) & 1) != 0; }
+  __device__ bool counts(uint32_t key) const {
+    if (valid == nullptr) return true;
+    const uint32_t word = keep == nullptr ? valid[key / 32] : valid[key / 32] | keep[key / 32];
+    return (word >> (key % 32) & 1) != 0;
+  }
   __host__ __device__ int64_t keys() const { return k.count + k.extra_count; }
 };
 
@@ -157,7 +167,7 @@ __device__ void measure_rows(const Source& in, int64_t head, int64_t part, float
   } else {
     const Rows& from = kKind == Kind::keys ? in.k : in.v;
     scan(
-        from.count, [&](uint32_t i) { return from.real.row(head, i); }, [&](uint32_t i) { return in.is_valid(i); });
+        from.count, [&](uint32_t i) { return from.real.row(head, i); }, [&](uint32_t i) { return in.counts(i); });
     scan(
         from.extra_count, [&](uint32_t i) { return from.row(head, from.count + i, in.dim); }, any);
   }
@@ -196,7 +206,7 @@ __device__ void measure_rows(const Source& in, int64_t head, int64_t part, float
 
 // A block for each part of a head's queries, keys or values.
 template <DType kType>
-__global__ void __launch_bounds__(kThreads, 4) measure_channels(Source in, int64_t heads, float* parts) {
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce) measure_channels(Source in, int64_t heads, float* parts) {
   const int64_t part = blockIdx.x % (heads * kParts), head = part / kParts;
   float* to = parts + part * kExtremes * kChannels;
   switch (static_cast<Kind>(blockIdx.x / (heads * kParts))) {
@@ -262,14 +272,17 @@ __global__ void __launch_bounds__(kChannels)
   if (c == 0) beyond[head] = any ? 1 : 0;
 }
 
-// Of whole numbers from -127 to 127, added to kWhole, the lowest bytes are what is asked for.
+// To the nearest whole numbers from -127 to 127: what lies beyond, which no key that counts does, saturates. Of such numbers
+// plus kWhole the lowest bytes are what is asked for.
 __device__ uint2 to_s8(const float (&x)[kEach]) {
   uint32_t words[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t whole[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) whole[c] = __float_as_uint(__fadd_rn(x[4 * i + c], kWhole));
+    for (int c = 0; c < 4; ++c) {
+      whole[c] = __float_as_uint(__fadd_rn(fminf(fmaxf(x[4 * i + c], -kMostByte), kMostByte), kWhole));
+    }
     words[i] = __byte_perm(__byte_perm(whole[0], whole[1], 0x0040), __byte_perm(whole[2], whole[3], 0x0040), 0x5410);
   }
   return {words[0], words[1]};
@@ -397,16 +410,9 @@ __device__ void round_rows(const Source& in, int64_t head, int64_t block, const 
   }
 }
 
-// Blocks on a multiprocessor at a time: for sm_120 the same loops are given more registers.
-#if __CUDA_ARCH__ >= 1000
-constexpr int kRoundBlocks = 2;
-#else
-constexpr int kRoundBlocks = 4;
-#endif
-
 // The blocks of every head's queries come first, then those of its keys and its values.
 template <DType kType>
-__global__ void __launch_bounds__(kThreads, kRoundBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     round_all(Source in, int64_t heads, int64_t query_blocks, int64_t key_blocks, const float* channels, Bytes to) {
   int64_t block = blockIdx.x;
   if (block < heads * query_blocks) {
@@ -456,7 +462,8 @@ EightBits Quantiser::run(const Exec& exec, const AttendArgs& args, const uint16_
                   .offsets = args.offsets,
                   .k = {head_rows(args.k), extra_k, args.k.tokens, extra},
                   .v = {head_rows(args.v), extra_v, args.k.tokens, extra},
-                  .valid = args.valid};
+                  .valid = args.valid,
+                  .keep = args.keep};
   const auto work = args.q.dtype == DType::bf16 ? quantise<DType::bf16> : quantise<DType::f16>;
   work(exec, in, args.heads, parts_, channels_, {static_cast<int>(pitch_), q_, k_, v_, q_unit_, q_shift_, beyond_});
   return {.q = {q_, args.q.tokens * pitch_, pitch_},

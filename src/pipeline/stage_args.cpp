@@ -279,7 +279,9 @@ AttendArgs attend_dense_args(const Frame& f, const Sample& s, Chunk chunk) {
   }
   if (s.prefix_valid) {
     attend.k.tokens = attend.v.tokens = s.tokens.valid_k;
-  } else {  // holes among the keys
+    attend.valid = nullptr;  // every key that is left is valid
+  } else {
+    // Holes among the keys.
     attend.mask = f.at.valid;
     if (s.tokens.kept > 0) attend.keep = f.at.keep;
   }

@@ -28,7 +28,8 @@ struct AttendArgs {
   PerHead<const int64_t> offsets = {};  // [groups + 1]; null: one group of all q_tokens
   PerHead<const uint32_t> mask = {};    // [groups, mask_words(k_tokens)]; null: every key, and `keep` is not read
   const uint32_t* keep = nullptr;       // [mask_words(k_tokens)] keys that every query of every head sees; optional
-  // [mask_words(k_tokens)] keys that may be looked at; null: all. 8-bit products are as coarse as the widest of these.
+  // [mask_words(k_tokens)] keys that are no padding, beside those of `keep`; null: all. 8-bit products are as coarse as the
+  // widest of these and `keep`'s, so padding must not count.
   const uint32_t* valid = nullptr;
   Products products = Products::bf16;
   ExtraKeys extra = {};
