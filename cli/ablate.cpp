@@ -30,8 +30,13 @@ struct AblateOptions : VideoInputs {
   int64_t seeds = 8, first_seed = 0, steps = 0;    // 0: the model's
   double shift = 0, guidance = 0, guidance_2 = 0;  // 0: the model's
   bool no_control = false;
+  Match match = Match::call;
+  std::string choose;
   MachineFlags machine;
 };
+
+constexpr int64_t kChoosingSeed = int64_t{1} << 32;  // noise of the first choosing video, which no report video has
+constexpr size_t kChoosingVideos = 2;
 
 // The ablations of the paper, which meet a density by the mean of the heads and let these differ, as the rows of SCOPE do,
 // the methods side by side, and what may stand in the place of a dense prefix.
@@ -73,6 +78,11 @@ class Ablation {
             "--guidance-2: {} has one transformer, and --guidance is its", folder_);
     found_.model = options.model;
     found_.at = options.at;
+    found_.match = options.match;
+    require(options.match == Match::call || !options.at.at_rho(), Status::invalid_argument,
+            "--match: --rho says what each variant runs at; leave one of the two out");
+    require(options.match == Match::run || options.choose.empty(), Status::invalid_argument,
+            "--choose: the threshold of --match run is found on these clips; nothing else reads them");
     found_.seeds = options.seeds;
     found_.rgb = notes_.rgb;
     found_.steps = options.steps == 0 ? notes_.steps : options.steps;
@@ -112,6 +122,7 @@ class Ablation {
     for (int64_t seed = 0; seed < std::min(options_.seeds, std::ssize(clips_)); ++seed) {  // refused before any work
       make_request(seed, parse_method("dense", ""));
     }
+    for (size_t i = 0; i < choosing_.size(); ++i) make_choosing_request(i, parse_method("dense", ""));
     found_.clips = std::ssize(clips_);
     if (!options_.resume.empty()) take_seeds(found_, options_.resume, about(), context_);
     if (found_.finished()) return;
@@ -130,6 +141,7 @@ class Ablation {
     // Libraries and kernels load with their first use.
     request.steps = 1;
     video::generate(model.opener(), request);
+    if (options_.match == Match::run) find_thresholds(model, passes);
 
     const int64_t begin = std::ssize(found_.dense), runs = (options_.seeds - begin) * (1 + std::ssize(found_.rows));
     progress_ = std::make_unique<Progress>("ablate", runs * passes * config_.layers);
@@ -203,6 +215,7 @@ class Ablation {
       Row row{.variant = takes_f32_ ? "dense in " + other_compute() : "dense:kernel=portable",
               .settings = parse_method(takes_f32_ ? "dense" : "dense:kernel=portable", ""),
               .control = true,
+              .threshold = {},
               .results = {},
               .notes = {}};
       found_.rows.push_back(std::move(row));
@@ -215,8 +228,10 @@ class Ablation {
           Settings settings = parse_method(variant, "", options_.at.set);
           require(!settings.dense, Status::invalid_argument,
                   "--variants: dense is what the others are compared with, and runs anyway");
-          const bool own = (!settings.density_steps.empty() || settings.target_density > 0) && !options_.at.at_rho();
-          if (!own) settings = options_.at.at(settings, point, variant);
+          const bool own = options_.match == Match::own ||
+                           ((!settings.density_steps.empty() || settings.target_density > 0) && !options_.at.at_rho());
+          if (!own && options_.match == Match::run) control_of(settings, variant);  // refuses
+          if (!own && options_.match == Match::call) settings = options_.at.at(settings, point, variant);
           if (settings.method->profiled && !options_.profile.empty()) {
             set_setting(settings, "profile", options_.profile);
             profiled = true;
@@ -224,7 +239,7 @@ class Ablation {
           check_effects(variant, "", {}, settings, {.device = options_.machine.on_device()});
           try {
             make_plan(settings);  // refuses what cannot run
-            found_.rows.push_back({variant, own ? std::nan("") : point, settings, false, false, {}, {}});
+            found_.rows.push_back({variant, own ? std::nan("") : point, settings, false, false, {}, {}, {}});
           } catch (const Error& error) {
             leave_out(variant, error);
           }
@@ -243,12 +258,16 @@ class Ablation {
 
   // Seed s takes clip s modulo how many there are: samples of the condition, each with each image where some are given.
   void find_clips() {
-    const std::vector<std::string> images =
-        options_.images.empty() ? std::vector<std::string>{""} : split(options_.images, ',');
-    for (const std::string& image : images) {
-      require(options_.images.empty() || !image.empty(), Status::invalid_argument,
-              "--image: got \"{}\", expected names of files separated by commas", options_.images);
-    }
+    const auto files = [](const char* flag, const std::string& list) {
+      std::vector<std::string> names = split(list, ',');
+      for (const std::string& name : names) {
+        require(!name.empty(), Status::invalid_argument, "{}: got \"{}\", expected names of files separated by commas", flag,
+                list);
+      }
+      return names;
+    };
+    const bool given = !options_.images.empty();
+    const std::vector<std::string> images = given ? files("--image", options_.images) : std::vector<std::string>{""};
     int64_t samples = 1;
     if (notes_.prompts || options_.images.empty()) {
       const std::string path =
@@ -264,6 +283,20 @@ class Ablation {
     for (const int64_t sample : parse_set("--clips", options_.clips, samples)) {
       for (const std::string& image : images) clips_.push_back({image, inputs_.condition, sample});
     }
+    if (options_.match != Match::run) return;
+    if (given) {
+      require(!options_.choose.empty(), Status::invalid_argument,
+              "--choose: with --image, name the PNG files of other first frames, on which thresholds are found");
+      for (const std::string& image : files("--choose", options_.choose)) {
+        choosing_.push_back({image, inputs_.condition, clips_[0].example});
+      }
+    } else {
+      for (const int64_t sample : parse_set("--choose", options_.choose, samples)) {
+        choosing_.push_back({"", inputs_.condition, sample});
+      }
+    }
+    choosing_.resize(std::min(choosing_.size(), kChoosingVideos));
+    while (choosing_.size() < kChoosingVideos) choosing_.push_back(choosing_[0]);  // with other noise
   }
   std::vector<std::string> clip_names() const {
     std::vector<std::string> names;
@@ -274,7 +307,47 @@ class Ablation {
     return names;
   }
 
+  // One threshold for each row, on the choosing videos; a row starts from the one before of its variant.
+  void find_thresholds(const Transformers& model, int64_t passes) {
+    const auto searched = [](const Row& row) { return !row.control && !std::isnan(row.point) && !row.threshold; };
+    const auto rows = std::count_if(found_.rows.begin(), found_.rows.end(), searched);
+    if (rows == 0) return;
+    tell("{} thresholds to find, each by 2 to 12 tries on {} videos\n", rows, choosing_.size());
+    const Row* before = nullptr;
+    for (Row& row : found_.rows) {
+      if (!searched(row)) continue;
+      const Settings own = row.settings;
+      int64_t tries = 0;
+      const auto density = [&](const Settings& settings) {
+        Progress progress(fmt::format("{} at {}, try {}", row.variant, row.point, ++tries),
+                          passes * config_.layers * std::ssize(choosing_));
+        std::vector<double> densities;
+        for (size_t i = 0; i < choosing_.size(); ++i) {
+          video::Request request = make_choosing_request(i, settings);
+          request.done = [&](const video::CallReport&) { progress.step(); };
+          densities.push_back(mean_density(video::generate(model.opener(), request)));
+        }
+        return mean(densities);
+      };
+      const double start = before != nullptr && before->variant == row.variant ? before->threshold->value
+                           : control_of(own, row.variant) == "rho"             ? own.rho
+                                                                               : own.density;
+      row.threshold = find_threshold(own, row.variant, row.point, start, density);
+      row.settings = row.threshold->apply(own);
+      tell("{} at {}: {} {}, density {:.4f} after {} tries\n", row.variant, row.point, row.threshold->control,
+           row.threshold->value, row.threshold->density, row.threshold->runs);
+      before = &row;
+    }
+  }
+
+  video::Request make_choosing_request(size_t i, const Settings& settings) {
+    return make_request(choosing_[i], kChoosingSeed + static_cast<int64_t>(i), settings);
+  }
   video::Request make_request(int64_t seed, const Settings& settings) {
+    return make_request(clips_[static_cast<size_t>(seed) % clips_.size()], options_.first_seed + seed, settings);
+  }
+
+  video::Request make_request(const VideoInputs& clip, int64_t noise, const Settings& settings) {
     video::Request request;
     request.grid = found_.grid;
     request.steps = found_.steps;
@@ -282,7 +355,6 @@ class Ablation {
     request.shift = shift();
     request.boundary = pipeline_.boundary;
     request.settings = settings;
-    const VideoInputs& clip = clips_[static_cast<size_t>(seed) % clips_.size()];
     if (notes_.rgb) {
       read_rgb_inputs(clip, pipeline_.transformers[0], notes_, config_, size_, request);
     } else {
@@ -292,8 +364,8 @@ class Ablation {
       if (!request.first_frame.empty()) found_.given_frames = 1;
       check_frames();
     }
-    request.noise = video::make_noise(static_cast<uint64_t>(options_.first_seed + seed),
-                                      config_.latent_channels * size_[0] * size_[1] * size_[2]);
+    request.noise =
+        video::make_noise(static_cast<uint64_t>(noise), config_.latent_channels * size_[0] * size_[1] * size_[2]);
     return request;
   }
 
@@ -352,7 +424,7 @@ class Ablation {
     }
     require(!targets.empty(), Status::invalid_argument, "--steps: with {} of them, every call of {} is a dense one",
             found_.steps, row.variant);
-    if (options_.at.at_rho()) return;
+    if (options_.at.at_rho() || options_.match != Match::call) return;
     try {
       const Settings settings = make_plan(row.settings).settings;
       for (const auto& [target, met] : targets) {
@@ -377,6 +449,7 @@ class Ablation {
                                {"clips", clips_.size()},
                                {"clip_names", clip_names()},
                                {"condition", fs::path(inputs_.condition).filename().string()},
+                               {"match", found_.match_name()},
                                {"shift", shift()},
                                {"compute", found_.compute}};
     if (!notes_.rgb) out.update({{"compared", "latents"}, {"guidance", guidance_}});
@@ -397,7 +470,7 @@ class Ablation {
   std::array<int64_t, 3> size_ = {};
   double guidance_ = 1, guidance_2_ = 1;
   VideoInputs inputs_;
-  std::vector<VideoInputs> clips_;
+  std::vector<VideoInputs> clips_, choosing_;
   Findings found_;
   std::unique_ptr<Progress> progress_;
 };
@@ -409,6 +482,9 @@ void run(const AblateOptions& options) {
   outputs.reads("--resume", options.resume);
   if (!options.images.empty()) {
     for (const std::string& image : split(options.images, ',')) outputs.reads("--image", image);
+    if (!options.choose.empty()) {
+      for (const std::string& image : split(options.choose, ',')) outputs.reads("--choose", image);
+    }
   }
   outputs.writes("--output", options.output);
   outputs.writes("--csv", options.csv);
@@ -431,11 +507,14 @@ void run(const AblateOptions& options) {
 }  // namespace ablation
 
 void add_ablate(CLI::App& app) {
+  using ablation::Match;
   auto options = std::make_shared<ablation::AblateOptions>();
   CLI::App* command = app.add_subcommand(
       "ablate",
       "Generate the same videos densely and by variants of a method at matched density, and judge them by paired seeds.\n"
-      "Seed s is noise s and clip s (modulo how many there are). Every density is solved in the calls;\n"
+      "Seed s is noise s and clip s (modulo how many there are). A density is solved in every call, or with --match run met "
+      "by\n"
+      "one threshold for the run, found on other videos (--choose);\n"
       "with --rho each variant runs at that rho, and its density is what it keeps there.\n"
       "A control shows what rounding does to a video: dense again in the other type (CPU) or by the other kernel (GPU).\n"
       "A model that gives no frames is judged by its latents, and what is printed and written says so: --condition is that "
@@ -467,6 +546,16 @@ void add_ablate(CLI::App& app) {
       ->check(whole(0, kMostSeed))
       ->capture_default_str();
   command->add_option("--clips", options->clips, "which samples of the condition, as 0,2; otherwise all");
+  command
+      ->add_option("--match", options->match,
+                   "how a density is met. call: solved again in every call; run: by one threshold for the whole run, as the "
+                   "paper does; own: not at all, each method runs once at its own settings")
+      ->transform(CLI::CheckedTransformer(
+          std::map<std::string, Match>{{"call", Match::call}, {"run", Match::run}, {"own", Match::own}}))
+      ->default_str("call");
+  command->add_option("--choose", options->choose,
+                      "with --match run: clips whose first two give the thresholds, with noise of their own: samples of the "
+                      "condition as --clips takes them (otherwise all), or with --image PNG files");
   command->add_option("--steps", options->steps, "sampling steps; otherwise the model's, or 20")
       ->check(whole(1, kMostSamplerSteps));
   command->add_option("--model", options->model, "model folder, or the name of a bundled one")->capture_default_str();

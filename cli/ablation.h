@@ -3,10 +3,12 @@
 
 #include <array>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "common.h"
+#include "matching.h"
 #include "plot.h"
 
 namespace scope::cli::ablation {
@@ -33,6 +35,7 @@ struct Row {
   double point = 1;  // NaN: it has densities of its own, and stands beside every point
   Settings settings;
   bool control = false, left_out = false;
+  std::optional<Threshold> threshold = {};  // of a run
   std::vector<Result> results;
   std::vector<std::string> notes;
 };
@@ -61,7 +64,8 @@ struct Findings {
   std::string model;  // as it was asked for
   std::array<int64_t, 3> grid = {};
   std::string compute;
-  PointFlags at;             // what rows' points are
+  PointFlags at;  // what rows' points are
+  Match match = Match::call;
   bool rgb = false;          // frames are compared, otherwise latents
   int64_t given_frames = 1;  // the first, which do not count
   int64_t steps = 0, seeds = 0, clips = 0;
@@ -71,6 +75,8 @@ struct Findings {
   std::vector<Result> dense;                                 // by seed, of those that are done
 
   bool finished() const { return std::ssize(dense) == seeds; }
+  // "call", "run" or "own", and "rho" where that is given.
+  const char* match_name() const;
   // What a row's point is of: a target density, or rho.
   const char* point_name() const { return at.at_rho() ? "rho" : "target"; }
   std::vector<double> points(const Table& table) const;

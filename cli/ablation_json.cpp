@@ -21,6 +21,17 @@ nlohmann::ordered_json seconds_columns(const std::vector<Result>& results) {
           {"rest", each(results, &Result::rest)}};
 }
 
+nlohmann::ordered_json threshold_json(const Threshold& by) {
+  return {{"control", by.control}, {"value", by.value}, {"density", by.density}, {"below", by.below},
+          {"above", by.above},     {"runs", by.runs},   {"alpha", by.alpha}};
+}
+
+// What `row_json` wrote, so that a run goes on with the same threshold.
+Threshold read_threshold(const nlohmann::json& from) {
+  return {from.at("control"), from.at("value"), from.at("density"), from.at("below"),
+          from.at("above"),   from.at("runs"),  from.at("alpha")};
+}
+
 nlohmann::ordered_json row_json(const Findings& found, const Row& row) {
   nlohmann::ordered_json out{{"variant", row.variant},
                              {found.point_name(), row.point},
@@ -35,6 +46,7 @@ nlohmann::ordered_json row_json(const Findings& found, const Row& row) {
                              {"seconds", seconds_columns(row.results)},
                              {"same_calls_dense_seconds", each(row.results, &Result::same_calls_dense)},
                              {"notes", row.notes}};
+  if (row.threshold) out["threshold"] = threshold_json(*row.threshold);
   return out;
 }
 
@@ -106,6 +118,10 @@ void take_row(const Findings& found, const std::string& path, Row& row, const nl
         std::any_of(found.skipped.begin(), found.skipped.end(), [&](const auto& each) { return each.first == row.variant; });
     require(row.left_out, Status::invalid_argument, "--resume: {} has no {} at {}", path, row.variant, row.point);
     return;
+  }
+  if (found.match == Match::run && !row.control && !std::isnan(row.point)) {
+    row.threshold = read_threshold(saved->at("threshold"));
+    row.settings = row.threshold->apply(row.settings);
   }
   require(saved->at("settings") == nlohmann::json(settings_json(row.settings)), Status::invalid_argument,
           "--resume: {} has {} at {} with other settings", path, row.variant, row.point);

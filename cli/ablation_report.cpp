@@ -12,6 +12,8 @@ namespace scope::cli::ablation {
 
 namespace {
 
+constexpr double kRunTolerance = 0.03;  // of a target density that a run is to meet
+
 double median(std::vector<double> x) {
   std::sort(x.begin(), x.end());
   return (x[(x.size() - 1) / 2] + x[x.size() / 2]) / 2;
@@ -22,6 +24,20 @@ std::string spread(double deviation) { return std::isfinite(deviation) ? fmt::fo
 std::string psnr_text(const Row& row) {
   const auto psnr = each(row.results, &Result::psnr);
   return decibel_text(mean(psnr)) + spread(deviation(psnr));
+}
+
+std::string matching_text(const Findings& found) {
+  if (found.at.at_rho()) return "rho is given; the density is what each variant keeps there";
+  switch (found.match) {
+    case Match::call:
+      return "density matched in every call: the threshold is solved again in each (--match call)";
+    case Match::run:
+      return "density matched over the run: one threshold for all calls of a variant, found on the videos of --choose "
+             "(--match run)";
+    case Match::own:
+      return "each method at its own settings; the density is what it keeps there (--match own)";
+  }
+  return "";
 }
 
 // A density is in the table anyway.
@@ -47,6 +63,17 @@ void print_first_calls(const Findings& found) {
 
 // Notes that say the same of several variants are one line.
 void print_notes(const Findings& found) {
+  for (const Row& row : found.rows) {
+    if (!row.threshold) continue;
+    const Threshold& by = *row.threshold;
+    const double density = mean(each(row.results, &Result::density));
+    fmt::print("{} at {}: {} {}{}, density {:.4f} on the choosing videos", row.variant, row.point, by.control, by.value,
+               by.alpha < 0 ? "" : fmt::format(" and alpha {}", by.alpha), by.density);
+    if (std::abs(density - row.point) > kRunTolerance * row.point) {
+      fmt::print("; {:.4f} here is the nearest: thresholds beside it give {:.4f} and {:.4f}", density, by.below, by.above);
+    }
+    fmt::print("\n");
+  }
   std::map<std::string, std::set<std::string>> variants;
   for (const Row& row : found.rows) {
     for (const std::string& note : row.notes) variants[note.substr(row.variant.size() + 2)].insert(row.variant);
@@ -82,7 +109,13 @@ Paired paired(const Row& row, const Row& against) {
   return out;
 }
 
+const char* Findings::match_name() const {
+  if (at.at_rho()) return "rho";
+  return match == Match::call ? "call" : match == Match::run ? "run" : "own";
+}
+
 std::vector<double> Findings::points(const Table& table) const {
+  if (match == Match::own) return {std::nan("")};
   return at.at_rho() ? at.points() : parse_densities(table.points);
 }
 
@@ -135,7 +168,7 @@ void print(const Findings& found, const Context& context) {
       }
     }
   }
-  fmt::print("\n");
+  fmt::print("\n{}\n", matching_text(found));
   for (const auto& [variant, why] : found.skipped) fmt::print("not run: {}: {}\n", variant, why);
   print_notes(found);
   print_first_calls(found);

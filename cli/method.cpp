@@ -215,7 +215,7 @@ std::vector<std::string> target_notes(const Settings& settings, double density, 
     notes.push_back(
         fmt::format("{}: least shares of the profile lowered to {}, 1/{} of the target density, in {} of {} heads", method,
                     most, floor, lowered, heads.size()));
-  } else if (settings.alpha > most) {
+  } else if (settings.alpha > most && !(settings.alpha_first && settings.alpha < target)) {
     notes.push_back(
         fmt::format("{}: alpha lowered from {} to {}, 1/{} of the target density", method, settings.alpha, most, floor));
   }

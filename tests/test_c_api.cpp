@@ -230,6 +230,20 @@ TEST_P(CApi, SelectionGoesOutAndComesBack) {
   EXPECT_TRUE(error_names("selection"));
 }
 
+TEST_P(CApi, SettingsThatDoNothingAreRefused) {
+  Host host(GetParam(), 3);
+  const scope_attn::Context on = context(1);
+  const scope_shape shape = host.shape();
+  scope_attn::Method method = quick();
+  method.set("density", "0.3");
+  scope_plan* plan = nullptr;
+  EXPECT_EQ(scope_plan_create(on.handle(), method.handle(), &shape, &plan), SCOPE_ERROR_INVALID_ARGUMENT);
+  EXPECT_TRUE(error_names("density: got 0.3, which would do nothing: rule is online; target_density")) << scope_last_error();
+  method.set("rule", "fixed");
+  EXPECT_EQ(scope_plan_create(on.handle(), method.handle(), &shape, &plan), SCOPE_OK) << scope_last_error();
+  scope_plan_destroy(plan);
+}
+
 TEST_P(CApi, ErrorsNameTheArgumentAndLeaveHandlesUsable) {
   Host host(GetParam(), 3);
   const scope_attn::Context on = context(1);
@@ -848,7 +862,7 @@ TEST_P(CApi, ScaleAndValidBitsReachTheCall) {
   Host host(GetParam(), 12);
   const scope_attn::Context on = context();
   for (const char* name : {"scope", "dense"}) {
-    Session session(host, on, quick(name));
+    Session session(host, on, name == std::string("dense") ? scope_attn::Method(name) : quick(name));
     const auto result = [&] {
       host.clear();
       session.run();

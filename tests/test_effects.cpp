@@ -5,6 +5,7 @@
 #include "call_support.h"
 #include "methods/effects.h"
 #include "methods/methods.h"
+#include "methods/models.h"
 
 namespace scope::test {
 namespace {
@@ -117,13 +118,42 @@ TEST(EffectsOnCpu, SaysWhatDecides) {
     return why_idle(settings, name, with);
   };
   EXPECT_EQ(said("rho", {}), "");
-  EXPECT_EQ(said("rho", {{"rule", "target"}}), "rule is target");
+  EXPECT_EQ(said("rho", {{"rule", "target"}}), "rule is target; density sets the share of keys that it keeps");
   EXPECT_EQ(said("rho", {{"target_density", "0.2"}}), "target_density is 0.2");
   EXPECT_EQ(said("codes", {{"proxy", "exact"}}), "proxy is exact");
   EXPECT_EQ(said("tail_weight", {{"tail", "mean"}}), "");
   EXPECT_EQ(said("state_dtype", {}, {.state = false}), "calls have no state here");
   EXPECT_EQ(why_idle(find_method("dense").settings(), "rho"), "method dense selects nothing");
   EXPECT_EQ(why_idle(find_method("dense").settings(), "check_finite"), "");
+}
+
+// A caller's own settings are refused where nothing reads them; those of a row or a known model, and "none", are not.
+TEST(EffectsOnCpu, IdleSettingsOfACallerAreRefused) {
+  const auto refused = [](const char* method, const std::map<std::string, std::string>& given, const char* model = nullptr) {
+    Settings settings = find_method(method).settings();
+    for (const auto& [name, value] : given) set_setting(settings, name, value);
+    if (model != nullptr) apply_model(find_model(model), settings);
+    try {
+      refuse_idle(settings, given);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), Status::invalid_argument);
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(refused("scope", {{"density", "0.3"}}),
+            "density: got 0.3, which would do nothing: rule is online; target_density sets the share of keys that any rule "
+            "keeps");
+  EXPECT_EQ(refused("scope", {{"density", "0.2"}}).substr(0, 20), "density: got 0.2, wh");  // the row's own value, too
+  EXPECT_EQ(refused("sparge", {{"rho", "0.8"}}),
+            "rho: got 0.8, which would do nothing: rule is blocks_topk; density sets the share of keys that it keeps");
+  EXPECT_EQ(refused("scope", {{"rho", "0.8"}, {"target_density", "0.2"}}),
+            "rho: got 0.8, which would do nothing: target_density is 0.2");
+  EXPECT_EQ(refused("dense", {{"groups", "5"}}), "groups: got 5, which would do nothing: method dense selects nothing");
+  EXPECT_EQ(refused("scope", {{"density", "0.3"}, {"rule", "fixed"}}), "");
+  EXPECT_EQ(refused("scope", {{"density_steps", "none"}, {"target_density", "0.2"}}), "");
+  EXPECT_EQ(refused("dense", {{"dense_steps", "0.5"}}, "wan2.1-t2v-14b"), "");  // the model's now
+  for (const Method& method : methods_table()) EXPECT_EQ(refused(method.name, {}, "wan2.1-t2v-14b"), "") << method.name;
 }
 
 }  // namespace

@@ -274,7 +274,7 @@ TEST(Models, OverrideWhatEachMethodTakesFromThem) {
 TEST(Methods, RowsAreWhatTheyWere) {
   const std::map<std::string, std::string> kRows = {
       {"scope", ""},
-      {"scope-paper", "groups=300 codes=333 first_sample=1"},
+      {"scope-paper", "groups=300 codes=333 first_sample=1 alpha_first=yes"},
       {"scope-exact", "proxy=exact"},
       {"scope-mean", "proxy=exact tail=mean"},
       {"fast", "proxy=exact target_density=0.18 tail=mean dense_layers=0 dense_steps=0"},

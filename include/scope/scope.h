@@ -109,7 +109,8 @@ SCOPE_API const char* scope_context_instruction_set(const scope_context* context
  * refused with the list. */
 SCOPE_API scope_status scope_method_create(const char* name, scope_method** method);
 SCOPE_API void scope_method_destroy(scope_method* method);
-/* One setting by name, for example ("rho", "0.9"); `scope methods` and docs/settings.md list them. */
+/* One setting by name, for example ("rho", "0.9"); `scope methods` and docs/settings.md list them. scope_plan_create refuses
+ * one that would do nothing because of another setting. */
 SCOPE_API scope_status scope_method_set(scope_method* method, const char* name, const char* value);
 /* The value as text with its terminator into buffer; *needed gets the length of both. A buffer of NULL and 0 only asks for
  * the length; one that is too small is refused and left alone. */

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <new>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "capi/structs.h"
 #include "capi/translate.h"
+#include "methods/effects.h"
 #include "stages/backends.h"
 
 using scope::Error;
@@ -41,6 +43,7 @@ struct scope_context {
 
 struct scope_method {
   scope::Settings settings;
+  std::map<std::string, std::string> given = {};  // what the caller set, by name: refused if nothing reads it
 };
 
 struct scope_plan {
@@ -233,6 +236,7 @@ scope_status scope_method_set(scope_method* method, const char* name, const char
     need(name, "name");
     need(value, "value");
     scope::set_setting(method->settings, name, value);
+    method->given[name] = scope::get_setting(method->settings, name);
   });
 }
 
@@ -277,6 +281,7 @@ scope_status scope_plan_create(scope_context* context, const scope_method* metho
     need(method, "method");
     need(plan, "plan");
     const scope::Shape sizes = to_shape(read_struct(shape, "shape"));
+    scope::refuse_idle(method->settings, method->given);
     *plan = new scope_plan{context->shared, scope::Plan(context->shared->context, method->settings, sizes)};
   });
 }

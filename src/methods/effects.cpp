@@ -18,6 +18,7 @@ struct Need {
   const char* setting;
   const char* decided_by;  // another setting, or one of Surroundings
   bool (*holds)(const Settings&, const Surroundings&);
+  const char* instead = nullptr;  // what the user may have meant
 };
 
 constexpr Need kNeeds[] = {
@@ -37,15 +38,22 @@ constexpr Need kNeeds[] = {
     {"first_sample", "group", [](const Settings& s, const Surroundings&) { return iterates(s) && !row(s.group).with_keys; }},
     {"seed", "group",
      [](const Settings& s, const Surroundings& with) { return iterates(s) || random_partition(s) || with.maps; }},
-    {"rho", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).rho; }},
+    {"rho", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).rho; },
+     "density sets the share of keys that it keeps"},
     {"rho", "target_density", [](const Settings& s, const Surroundings&) { return s.target_density == 0; }},
     {"rho", "density_steps", [](const Settings& s, const Surroundings&) { return s.density_steps.empty(); }},
     {"alpha", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).floor > 0; }},
+    {"alpha_first", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).floor > 0; }},
+    {"alpha_first", "target_density",
+     [](const Settings& s, const Surroundings&) {
+       return s.target_density > 0 || !s.density_steps.empty() || row(s.rule).meets == Meets::by_rho;
+     }},
     {"profile", "layer", [](const Settings&, const Surroundings& with) { return with.layer; }},
     {"profile", "step", [](const Settings&, const Surroundings& with) { return with.step; }},
     {"profile_low", "profile", [](const Settings& s, const Surroundings&) { return s.profile != nullptr; }},
     {"profile_high", "profile", [](const Settings& s, const Surroundings&) { return s.profile != nullptr; }},
-    {"density", "rule", [](const Settings& s, const Surroundings&) { return !row(s.rule).rho; }},
+    {"density", "rule", [](const Settings& s, const Surroundings&) { return !row(s.rule).rho; },
+     "target_density sets the share of keys that any rule keeps"},
     {"density", "target_density", [](const Settings& s, const Surroundings&) { return s.target_density == 0; }},
     {"density", "density_steps", [](const Settings& s, const Surroundings&) { return s.density_steps.empty(); }},
     {"density_steps", "target_density", [](const Settings& s, const Surroundings&) { return s.target_density == 0; }},
@@ -86,12 +94,21 @@ std::string why_idle(const Settings& settings, std::string_view name, const Surr
     if (name != need.setting || need.holds(settings, with)) continue;
     for (const Setting& setting : settings_table()) {
       if (setting.name == std::string_view(need.decided_by)) {
-        return fmt::format("{} is {}", need.decided_by, setting.get(settings));
+        const std::string why = fmt::format("{} is {}", need.decided_by, setting.get(settings));
+        return need.instead == nullptr ? why : fmt::format("{}; {}", why, need.instead);
       }
     }
     return fmt::format("calls have no {} here", need.decided_by);
   }
   return "";
+}
+
+void refuse_idle(const Settings& settings, const std::map<std::string, std::string>& given) {
+  for (const auto& [name, value] : given) {
+    if (value == "none" || get_setting(settings, name) != value) continue;  // the latter: a known model overrode it
+    const std::string why = why_idle(settings, name);
+    require(why.empty(), Status::invalid_argument, "{}: got {}, which would do nothing: {}", name, value, why);
+  }
 }
 
 }  // namespace scope

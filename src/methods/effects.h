@@ -1,6 +1,7 @@
 // Which settings count beside the others, so that a command can refuse one that would do nothing.
 #pragma once
 
+#include <map>
 #include <string>
 #include <string_view>
 
@@ -16,5 +17,8 @@ struct Surroundings {
 
 // Why no value of the setting would change a result or a cost: "rule is target". Empty: it counts.
 std::string why_idle(const Settings& settings, std::string_view name, const Surroundings& with = {});
+
+// Throws Status::invalid_argument if another setting makes one of these (name, value) idle.
+void refuse_idle(const Settings& settings, const std::map<std::string, std::string>& given);
 
 }  // namespace scope

@@ -49,7 +49,7 @@ constexpr Method kTable[] = {
     {.name = "scope-paper",
      .help = "SCOPE with the paper's settings: 300 groups, 333 codes per subspace, 50 full first iterations",
      .apply_model = scope_model,
-     .defaults = [] { return Settings{.groups = 300, .codes = 333, .first_sample = 1.0}; }},
+     .defaults = [] { return Settings{.groups = 300, .codes = 333, .first_sample = 1.0, .alpha_first = true}; }},
     {.name = "scope-exact",
      .help = "SCOPE with the exact proxy: centroids score the keys themselves, and nothing is encoded",
      .apply_model = scope_model,

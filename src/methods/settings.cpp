@@ -214,6 +214,11 @@ std::vector<Setting> make_table() {
                    names_where(rule_rows(), [](const RuleRow& each) { return each.floor > 0 && each.whole_codes; })),
        [](Settings& s, std::string_view t) { s.alpha = share("alpha", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.alpha); }},
+      {"alpha_first", "select", names(kSwitch),
+       "yes: a target density above alpha leaves alpha as it is, and one below lowers it; "
+       "no: a target lowers an alpha above half of it, so that heads may differ",
+       [](Settings& s, std::string_view t) { s.alpha_first = choice("alpha_first", t, kSwitch); },
+       [](const Settings& s) { return name_of(s.alpha_first, kSwitch); }},
       {"profile", "select", "none | FILE",
        fmt::format("CSV of `scope profile` or of SVOO's authors: in the place of alpha, each head's density at the call's "
                    "step and layer; alpha where it has none ({})",

@@ -47,6 +47,7 @@ struct Settings {
   Rule rule = Rule::online;
   double rho = 0.9;
   double alpha = 0.1;
+  bool alpha_first = false;
   std::shared_ptr<const Profile> profile = nullptr;  // null: alpha for every head
   double profile_low = 0, profile_high = 1;
   double density = 0.2;

@@ -184,6 +184,7 @@ WeighArgs weigh_args(const Frame& f, const Sample& s, Chunk chunk, const StateSl
           .density = density_at(settings, f.args.place, settings.density),
           .target = settings.target_density == 0 ? 0 : density_at(settings, f.args.place, settings.target_density),
           .mean_alpha = mean_alpha(f),
+          .alpha_first = settings.alpha_first,
           .q_similarity = {f.at.q_similarity, f.plan.groups},
           .k_similarity = {f.at.k_similarity, f.plan.codes},
           .similar = settings.similarity,

@@ -256,6 +256,7 @@ const ProductsRow& row(Products choice) { return kProducts[static_cast<size_t>(c
 double lowered_alpha(const WeighArgs& args, int64_t head, double goal) {
   const double alpha = args.alpha[head];
   if (goal == 0) return alpha;
+  if (args.alpha_first && (args.mean_alpha == 0 ? alpha : args.mean_alpha) < goal) return alpha;
   const double most = goal / std::max(row(args.rule).floor, 2);
   if (args.mean_alpha == 0) return std::min(alpha, most);
   return args.mean_alpha <= most ? alpha : alpha / args.mean_alpha * most;

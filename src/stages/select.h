@@ -28,7 +28,8 @@ struct WeighArgs {
   // Not for fixed, online and target. > 0: what the rule compares with (rho; n / codes for blocks_topk) is solved so that
   // the head's density is the nearest to this that can be reached.
   double target = 0;
-  double mean_alpha = 0;  // over all heads of the sample where they meet the target together; 0: each meets it alone
+  double mean_alpha = 0;     // over all heads of the sample where they meet the target together; 0: each meets it alone
+  bool alpha_first = false;  // a target lowers alpha only where it is not above it
   PerHead<const float> q_similarity = {};  // [groups] blocks rules only, like the next two
   PerHead<const float> k_similarity = {};  // [codes]
   double similar = 0;                      // a group or code is similar above this, which NaN never is

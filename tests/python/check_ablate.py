@@ -124,6 +124,48 @@ with tempfile.TemporaryDirectory() as FOLDER:
     (row,) = json.load(open(f"{FOLDER}/b.json"))["rows"]
     assert row["psnr"][0] == rows["svg2", 0.3]["psnr"][0]
 
+    # One threshold for a run: what a run at that threshold keeps on the choosing videos, and what the report videos are made with.
+    match = (*small, "--seeds", 1, "--clips", 1, "--variants", "scope-paper,sparge:q_block=8+k_block=8", "--density", "0.3,0.5",
+             "--match", "run", "--choose", "0", "--no-control")
+    result = accept("ablate", *match, "-o", f"{FOLDER}/run.json")
+    assert "one threshold for all calls of a variant" in result.stdout and "4 thresholds to find" in result.stderr, result.stdout
+    data = json.load(open(f"{FOLDER}/run.json"))
+    assert data["match"] == "run" and json.load(open(f"{FOLDER}/a.json"))["match"] == "call"
+    assert [row["threshold"]["control"] for row in data["rows"]] == ["rho", "rho", "density", "density"]
+    for row in data["rows"]:
+        threshold = row["threshold"]
+        assert row["settings"]["target_density"] == "none" and float(row["settings"][threshold["control"]]) == threshold["value"]
+        assert abs(threshold["density"] - row["target"]) < 0.01 * row["target"] or threshold["runs"] == 12 or \
+            threshold["below"] < row["target"] < threshold["above"], threshold
+        setting = ("--set", f"{threshold['control']}={threshold['value']}")
+        densities_there = []
+        for noise in (2**32, 2**32 + 1):
+            accept("generate", *small, "--seed", noise, "--example", 0, "--method", row["variant"], *setting, "-o", f"{FOLDER}/choosing")
+            densities_there.append(json.load(open(f"{FOLDER}/choosing/run.json"))["density"])
+        assert near(np.mean(densities_there), threshold["density"]), (row["variant"], densities_there, threshold)
+        accept("generate", *small, "--seed", 0, "--example", 1, "--method", row["variant"], *setting, "-o", f"{FOLDER}/report")
+        assert near(json.load(open(f"{FOLDER}/report/run.json"))["density"], row["density"][0])
+    low, high = (next(row["threshold"]["value"] for row in data["rows"] if row["target"] == target) for target in (0.3, 0.5))
+    assert low < high
+    # It goes on with the thresholds that it has.
+    more = list(match)
+    more[more.index("--seeds") + 1] = 2
+    result = accept("ablate", *more, "-o", f"{FOLDER}/run2.json", "--resume", f"{FOLDER}/run.json")
+    assert "thresholds to find" not in result.stderr, result.stderr
+    again = json.load(open(f"{FOLDER}/run2.json"))
+    assert [row["threshold"] for row in again["rows"]] == [row["threshold"] for row in data["rows"]] and again["seeds"] == 2
+    # A floor above the density is lowered, and the rule decides again.
+    accept("ablate", *match[:-8], "scope:groups=8", "--density", "0.1", *match[-5:], "-o", f"{FOLDER}/floor.json")
+    (row,) = json.load(open(f"{FOLDER}/floor.json"))["rows"]
+    assert row["threshold"]["alpha"] == 0.05 and row["settings"]["alpha"] == "0.05" and row["threshold"]["value"] > 1e-6, row["threshold"]
+
+    # Each method once at its own settings.
+    result = accept("ablate", *small, "--seeds", 1, "--variants", "scope,svg2,fast", "--match", "own", "--no-control", "-o", f"{FOLDER}/own.json")
+    data = json.load(open(f"{FOLDER}/own.json"))
+    assert data["match"] == "own" and [(row["variant"], row["target"]) for row in data["rows"]] == [(v, None) for v in ("scope", "svg2", "fast")]
+    assert data["rows"][0]["settings"]["rho"] == "0.9" and data["rows"][0]["settings"]["target_density"] == "none"
+    assert len(data["tables"][0]["lines"]) == 3 and "at its own settings" in result.stdout
+
     # At a fixed rho the density is measured: that of a run with the same rho. A setting may be every variant's.
     result = accept("ablate", *small, "--seeds", 1, "--variants", "scope,scope:rule=top_p", "--rho", "0.5,0.9", "--no-control",
                     "-o", f"{FOLDER}/rho.json", "--csv", f"{FOLDER}/rho.csv")
@@ -229,6 +271,13 @@ with tempfile.TemporaryDirectory() as FOLDER:
     refuse(2, "target_density", *small, "--density", "1.5")
     refuse(2, "target_density", *small, "--density", "0.1,")
     refuse(2, "--rho: scope:density_steps=1:0.2 has densities of its own", *small, "--rho", "0.9", "--variants", "scope:density_steps=1:0.2")
+    refuse(2, "--match: --rho says what each variant runs at", *small, "--rho", "0.9", "--match", "run")
+    refuse(2, "--choose: the threshold of --match run", *small, "--choose", "0")
+    refuse(2, "--match", *small, "--match", "step")
+    refuse(2, "--choose: with --image, name the PNG files", *small, "--match", "run", "--image", f"{FOLDER}/report/frame_000.png")
+    refuse(3, "no.png", *small, "--match", "run", "--image", f"{FOLDER}/report/frame_000.png", "--choose", f"{FOLDER}/no.png")
+    refuse(2, "--choose", *small, "--match", "run", "--choose", "7")
+    refuse(2, "has rule target, which meets its density in every call", *small, "--match", "run", "--variants", "scope:rule=target")
     refuse(2, "--suite", *small, "--suite", "paper", "--variants", "scope")
     refuse(2, "paper", *small, "--suite", "papers")
     refuse(2, "--density", *small, "--rho", "0.9", "--density", "0.2")

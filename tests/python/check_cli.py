@@ -64,7 +64,12 @@ with tempfile.TemporaryDirectory() as folder:
     state = f"{folder}/state.bin"
     accept(*base, "--state", state)
     accept(*base, "--state", state)
-    assert "scope-paper" in accept("methods") and "first_sample" in accept("methods", "--json")
+    said, tables = accept("methods"), json.loads(accept("methods", "--json"))
+    assert "scope-paper" in said and "first_sample" in [row["name"] for row in tables["settings"]]
+    for row in tables["models"]:
+        line = next(line for line in said.splitlines() if line.split()[:1] == [row["name"]])
+        for words in (("rope", ",".join(map(str, row["rope"]))), ("grid", "x".join(map(str, row["grid"])))):
+            assert words in list(zip(line.split(), line.split()[1:])), (words, line)
     assert "make-qkv" in accept("--help") and "--dump" in accept("attend", "--help")
 
     for method in ("svg2", "svg2-ear", "svoo", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "sol:q_block=2+k_block=2", "scope:partition=even:2+rule=hybrid"):
