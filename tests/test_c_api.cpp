@@ -373,6 +373,7 @@ TEST(CApiTables, CanBeWalked) {
   for (const scope_method_info& method : methods) {
     const scope_attn::Method made(method.name);
     EXPECT_GT(std::strlen(method.help), 10u);
+    EXPECT_EQ(method.morton, std::string(method.name) == "sol" ? 1 : 0) << method.name;
     for (const scope_setting_info& setting : settings) EXPECT_FALSE(made.get(setting.name).empty());
   }
   const auto models = walk(scope_model_at);
@@ -392,7 +393,7 @@ TEST(CApiTables, VersionIsTheHeaders) {
 
 // ---- structs that grow ----
 
-// A struct as a caller of another header has it: 8 bytes more, of which the last may not be 0.
+// A struct as a caller of another header has it: 8 bytes more, of which one may not be 0.
 template <class T>
 struct Longer {
   T value;
@@ -400,9 +401,11 @@ struct Longer {
 };
 
 template <class T>
-Longer<T> longer(T value, unsigned char last) {
+Longer<T> longer(T value, unsigned char byte, size_t at = 7) {
   value.struct_size = sizeof(T) + 8;
-  return {value, {0, 0, 0, 0, 0, 0, 0, last}};
+  Longer<T> result{value, {}};
+  result.more[at] = byte;
+  return result;
 }
 
 template <class T, class Use>
@@ -414,10 +417,14 @@ void expect_input(const char* name, T valid, const Use& use) {
     EXPECT_EQ(use(&other), SCOPE_ERROR_INVALID_ARGUMENT) << name << " of " << wrong;
     EXPECT_TRUE(error_names((std::string(name) + ".struct_size").c_str())) << scope_last_error();
   }
-  const Longer<T> zeros = longer(valid, 0), unknown = longer(valid, 1);
+  const Longer<T> zeros = longer(valid, 0);
   EXPECT_EQ(use(&zeros.value), SCOPE_OK) << name << ": " << scope_last_error();
-  EXPECT_EQ(use(&unknown.value), SCOPE_ERROR_UNSUPPORTED) << name;
-  EXPECT_TRUE(error_names(name));
+  for (size_t at = 0; at < 8; ++at) {
+    const Longer<T> unknown = longer(valid, 1, at);
+    EXPECT_EQ(use(&unknown.value), SCOPE_ERROR_UNSUPPORTED) << name << ", byte " << at;
+    EXPECT_TRUE(error_names(fmt::format("{}.struct_size", name).c_str())) << scope_last_error();
+    EXPECT_TRUE(error_names(fmt::format("(byte {})", sizeof(T) + at).c_str())) << scope_last_error();
+  }
 }
 
 template <class T, class Use>
@@ -425,7 +432,7 @@ void expect_output(const char* name, const Use& use) {
   T plain{};
   plain.struct_size = sizeof(T);
   EXPECT_EQ(use(&plain), SCOPE_OK) << name << ": " << scope_last_error();
-  for (const size_t wrong : {sizeof(T) - 8, size_t{0}, size_t{8}, size_t{1} << 40}) {
+  for (const size_t wrong : {scope::capi::kFirstSize<T> - 8, size_t{0}, size_t{8}, size_t{1} << 40}) {
     T other{};
     other.struct_size = wrong;
     EXPECT_EQ(use(&other), SCOPE_ERROR_INVALID_ARGUMENT) << name << " of " << wrong;
@@ -434,12 +441,22 @@ void expect_output(const char* name, const Use& use) {
     untouched.struct_size = wrong;
     EXPECT_EQ(std::memcmp(&other, &untouched, sizeof(T)), 0) << name;
   }
-  Longer<T> more = longer(T{}, 9);
-  EXPECT_EQ(use(&more.value), SCOPE_OK) << name << ": " << scope_last_error();
-  EXPECT_EQ(more.value.struct_size, sizeof(T) + 8);
-  EXPECT_EQ(more.more[7], 0) << name << ": what the library does not know is 0";
-  more.value.struct_size = sizeof(T);
-  EXPECT_EQ(std::memcmp(&more.value, &plain, sizeof(T)), 0) << name;
+  const size_t first = scope::capi::kFirstSize<T>;  // of the MINOR's first header
+  T shorter{};
+  shorter.struct_size = first;
+  EXPECT_EQ(use(&shorter), SCOPE_OK) << name << ": " << scope_last_error();
+  T as_far = plain;
+  as_far.struct_size = first;
+  std::memset(reinterpret_cast<char*>(&as_far) + first, 0, sizeof(T) - first);
+  EXPECT_EQ(std::memcmp(&shorter, &as_far, sizeof(T)), 0) << name << ": no more than the caller has room for";
+  for (size_t at = 0; at < 8; ++at) {
+    Longer<T> more = longer(T{}, 9, at);
+    EXPECT_EQ(use(&more.value), SCOPE_OK) << name << ": " << scope_last_error();
+    EXPECT_EQ(more.value.struct_size, sizeof(T) + 8);
+    EXPECT_EQ(more.more[at], 0) << name << ", byte " << at << ": what the library does not know is 0";
+    more.value.struct_size = sizeof(T);
+    EXPECT_EQ(std::memcmp(&more.value, &plain, sizeof(T)), 0) << name;
+  }
 }
 
 TEST_P(CApi, EveryStructMayBeLongerAndNotShorter) {

@@ -155,18 +155,20 @@ TEST(Call, TextAndPadding) {
   }
 }
 
-// [text | padding | video], another hole in the video, and which of them queries and keys have.
+// [text | padding | video], another hole in the video, and which of them queries and keys have. Where holes end at words, a
+// word of a mask is a prefix of ones, or none, while the tokens before it have a hole.
 struct Holes {
   static constexpr int64_t kTokens = 300, kText = 20;
   Inputs in{2, 2, kTokens, kTokens, 40, 19};
   Extra extra;
 
-  Holes(bool queries, bool keys, bool lengths) {
+  Holes(bool queries, bool keys, bool lengths, bool words_end_them) {
     const auto words = static_cast<size_t>(mask_words(kTokens));
     std::vector<uint32_t> valid(2 * words), text(2 * words);
     for (int64_t b = 0; b < 2; ++b) {
       for (int64_t i = 0; i < kTokens; ++i) {
-        const bool hole = (i >= kText - 2 && i < 77 - 9 * b) || (i >= 200 && i < 232 + 40 * b);
+        const bool hole = words_end_them ? (i >= kText - 2 && i < 64) || (b == 1 && i >= 192 && i < 256)
+                                         : (i >= kText - 2 && i < 77 - 9 * b) || (i >= 200 && i < 232 + 40 * b);
         if (!hole) set_mask_bit(valid.data() + b * mask_words(kTokens), i);
         if (i < kText) set_mask_bit(text.data() + b * mask_words(kTokens), i);  // the last two are in the hole
       }
@@ -181,12 +183,14 @@ struct Holes {
 
 TEST(Call, HolesAmongTheTokens) {
   const Context context = tested_context();
-  for (const auto& [queries, keys, lengths] : {std::array{true, true, false}, std::array{true, true, true},
-                                               std::array{true, false, false}, std::array{false, true, true}}) {
-    const Holes holes(queries, keys, lengths);
+  for (const auto& [queries, keys, lengths, words_end_them] :
+       {std::array{true, true, false, false}, std::array{true, true, true, false}, std::array{true, false, false, false},
+        std::array{false, true, true, false}, std::array{true, true, false, true}, std::array{false, true, true, true}}) {
+    const Holes holes(queries, keys, lengths, words_end_them);
     const Inputs& in = holes.in;
     for (const Settings& settings : every_kind()) {
-      SCOPED_TRACE(fmt::format("{}: queries {}, keys {}, lengths {}", settings.method->name, queries, keys, lengths));
+      SCOPED_TRACE(fmt::format("{}: queries {}, keys {}, lengths {}, words {}", settings.method->name, queries, keys,
+                               lengths, words_end_them));
       const Plan plan(context, settings, in.shape(true));
       const Result result = run(plan, in, holes.extra);
       ASSERT_NO_FATAL_FAILURE(expect_invalid(in, result, holes.extra));
@@ -460,6 +464,36 @@ TEST(State, RefusesOtherPlansAndBrokenBytes) {
   EXPECT_EQ(run(plan, in, extra).out, warm.out);
 }
 
+// The memory is the caller's to break: a warm call refuses a slot with other groups, other codes or other tokens.
+TEST(State, RefusesASlotThatTheHostDoesNotKnow) {
+  const Context context = tested_context(1);
+  const Inputs in(2, 1, 64, 64, 40, 1);
+  for (const char* interval : {"1", "3"}) {  // without labels, and with them and a hash of the tokens
+    SCOPED_TRACE(interval);
+    const Plan plan(context, method("scope", {{"partition", "even:2"}, {"reuse_interval", interval}}), in.shape());
+    OwnState own(plan);
+    Extra extra;
+    extra.state = &own.state;
+    run(plan, in, extra);
+    const std::vector<std::byte> saved = own.save();
+    for (int64_t sample = 0; sample < 2; ++sample) {
+      const StateSlot known = own.state.slot(sample);
+      StateSlot groups = known, codes = known, tokens = known;
+      --groups.groups;
+      --codes.codes;
+      tokens.tokens ^= 1;
+      for (const StateSlot& broken : {groups, codes, tokens}) {
+        SCOPED_TRACE(
+            fmt::format("sample {}: {} groups, {} codes, tokens {:x}", sample, broken.groups, broken.codes, broken.tokens));
+        plan.backend->write(plan.exec, &broken, StateView(plan, own.state.memory(), sample).slot, sizeof broken);
+        EXPECT_EQ(status_of([&] { run(plan, in, extra); }), Status::invalid_argument);
+        own.state.load(nullptr, saved);
+      }
+    }
+    EXPECT_TRUE(run(plan, in, extra).stats.warm);
+  }
+}
+
 // What no mean of rows can be: centroids and codebooks, in both types that a state has.
 TEST(State, RefusesAbsurdCentroids) {
   const Context context = tested_context(1);
@@ -532,6 +566,69 @@ TEST(Call, ScheduleRunsDenseAndCanWarmUp) {
   const Result layer = run(plan, in, extra);
   EXPECT_EQ(layer.stats.reason, Reason::dense_layer);
   EXPECT_EQ(layer.stats.iterations, 0);  // a layer that is always dense clusters nothing
+}
+
+// Beside a host's own dense attention: no v and no out, whatever the tail needs later.
+TEST(Call, ADenseStepMayOnlyCluster) {
+  const Context context = tested_context();
+  const Inputs in(1, 2, 100, 100, 40, 61);
+  for (const char* name : {"scope", "scope-mean", "svg2-ear"}) {
+    SCOPED_TRACE(name);
+    const Settings settings = method(name, {{"partition", name == std::string("scope") ? "even:2" : "even:1"},
+                                            {"groups", "8"},
+                                            {"codes", "12"},
+                                            {"warm_prefix", "yes"}});
+    if (!tested_has(settings)) continue;
+    const Plan plan(context, settings, in.shape());
+    const auto after_prefix = [&](bool attends) {
+      OwnState own(plan);
+      Extra extra;
+      extra.state = &own.state;
+      extra.place = {1, 0, 10};
+      PreparedCall prefix(plan, in, extra);
+      if (!attends) {
+        prefix.args.v = {};
+        prefix.args.out = {};
+        prefix.args.lse = nullptr;
+      }
+      const Result dense = prefix.run();
+      EXPECT_EQ(dense.stats.reason, Reason::dense_step);
+      EXPECT_EQ(dense.stats.iterations, 4);
+      extra.place = {1, 2, 10};
+      const Result sparse = run(plan, in, extra);
+      EXPECT_TRUE(sparse.stats.warm);
+      return sparse;
+    };
+    EXPECT_TRUE(same_bits(after_prefix(false), after_prefix(true)));
+    if (!plan.needs_v()) continue;
+    PreparedCall sparse(plan, in);
+    sparse.args.v = {};
+    sparse.args.out = {};
+    sparse.args.lse = nullptr;
+    EXPECT_EQ(status_of([&] { sparse.run(); }), Status::invalid_argument);
+  }
+}
+
+// The paper's alpha stays wherever a target lies above it; elsewhere a target has room for heads that differ.
+TEST(Call, AlphaUnderATarget) {
+  const Context context = tested_context();
+  const Inputs in(1, 2, 400, 400, 40, 63);
+  const auto alpha = [&](const char* target, const char* first, const char* scope) {
+    const Settings settings = method("scope", {{"partition", "even:2"},
+                                               {"groups", "10"},
+                                               {"codes", "20"},
+                                               {"target_density", target},
+                                               {"alpha_first", first},
+                                               {"target_scope", scope}});
+    return run(Plan(context, settings, in.shape()), in).heads[0].alpha;
+  };
+  for (const char* scope : {"head", "sample"}) {
+    SCOPED_TRACE(scope);
+    EXPECT_NEAR(alpha("0.15", "no", scope), 0.075, 1e-12);
+    EXPECT_NEAR(alpha("0.15", "yes", scope), 0.1, 1e-12);
+    EXPECT_NEAR(alpha("0.1", "yes", scope), 0.05, 1e-12);
+    EXPECT_NEAR(alpha("0.3", "no", scope), 0.1, 1e-12);
+  }
 }
 
 TEST(Call, EmptyAndTinySequences) {
@@ -818,12 +915,14 @@ TEST(Call, SamplesWithNothingToSelect) {
   const Plan plan(context, method("scope", {{"partition", "even:2"}, {"rule", "fixed"}, {"density", "0.2"}}), in.shape());
   const Result result = run(plan, in, extra);
   EXPECT_EQ(result.stats.reason, Reason::sparse);
-  EXPECT_NEAR(result.stats.density, 0.2, 1e-9);  // sparse samples alone
+  EXPECT_NEAR(result.stats.density, 0.2, 1e-9);                      // sparse samples alone
+  EXPECT_NEAR(result.stats.total_density, (0.2 + 1 + 1) / 3, 1e-9);  // all of them
   expect_consistent(in, plan, result, extra);
   extra.k_lengths = {0, 0, 0};
   const Result none = run(plan, in, extra);
   EXPECT_EQ(none.stats.reason, Reason::nothing_to_select);
   EXPECT_EQ(none.stats.density, 1.0);
+  EXPECT_EQ(none.stats.total_density, 1.0);
 }
 
 // A call that fails midway must not leave centroids behind that later calls would trust.

@@ -136,6 +136,8 @@ typedef struct scope_method_info { /* its settings: scope_method_create, then sc
   const char* help;
   int32_t shares_branches; /* 1: the CFG branches of a layer share one state */
   int32_t reserved;        /* 0 */
+  int32_t morton;          /* 1: its blocks are meant for tokens in Morton order, which the caller sees to */
+  int32_t reserved_2;      /* 0 */
 } scope_method_info;
 SCOPE_API scope_status scope_method_at(int32_t index, scope_method_info* info);
 
@@ -270,7 +272,8 @@ typedef struct scope_run_args {
   size_t struct_size;
   scope_tensor q, k, v;
   scope_tensor out;              /* may be q itself; shares no element with q otherwise, nor with anything else of the call.
-                                    out.data == NULL: select only (v may be NULL too) */
+                                    out.data == NULL: select only (v may be NULL too), or cluster only in a
+                                    dense step (setting warm_prefix) */
   float* lse;                    /* [batch, heads, q_tokens] natural log-sum-exp; optional */
   float scale;                   /* of q k; 0: 1 / sqrt(dim) */
   int32_t reserved;              /* 0 */

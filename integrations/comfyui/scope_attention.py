@@ -166,7 +166,11 @@ class Run:
         self.settings = {"state_dtype": "bf16", **settings}
         if target_density > 0 and method != "dense":
             self.settings["target_density"] = target_density
-        self.share_branches = next(row.shares_branches for row in scope_attn.methods() if row.name == method)
+        row = next(row for row in scope_attn.methods() if row.name == method)
+        if row.morton:
+            raise Refused(f'method: got "{method}", whose blocks are of tokens in Morton order, and here they come in '
+                          f"raster order; choose another method, or make the video with `scope generate --method {method}`")
+        self.share_branches = row.shares_branches
         self.plans: dict[tuple, scope_attn.Plan] = {}
         self.host = threading.local()  # .called: a dense call is under way, and may come by an older override of ours
         self.reset()
@@ -246,13 +250,18 @@ class Run:
             now.mask, now.valid = mask, valid_keys(mask, batch, tokens)
         text = self.text(now, batch, tokens, video_tokens) if self.video.joint else None
         key = block, None if self.share_branches else branch, now.calls[block, branch], batch, tokens, device
+        given = dict(state=self.states.setdefault(key, scope_attn.State()), layout="BHND" if skip_reshape else "BNHD",
+                     scale=scale or 0.0, layer=layer, step=now.step, steps=now.steps, keep=text, dense_queries=text,
+                     valid_keys=None if mask is None else now.valid)
+        if reason is not scope_attn.Reason.SPARSE:
+            plan.cluster(q, k, **given)
+            return None, REASONS.get(reason, reason.name)
         stats = scope_attn.Stats()
-        out = plan.run(q, k, v, state=self.states.setdefault(key, scope_attn.State()), layout="BHND" if skip_reshape else "BNHD",
-                       scale=scale or 0.0, layer=layer, step=now.step, steps=now.steps, stats=stats, keep=text, dense_queries=text,
-                       valid_keys=None if mask is None else now.valid)
-        if stats.reason is scope_attn.Reason.SPARSE:
-            self.stats[key] = stats
-        return out.transpose(1, 2) if skip_reshape else out, REASONS.get(stats.reason, stats.reason.name.lower())
+        out = plan.run(q, k, v, stats=stats, **given)
+        if stats.reason is not scope_attn.Reason.SPARSE:
+            return None, REASONS.get(stats.reason, stats.reason.name)
+        self.stats[key] = stats
+        return out.transpose(1, 2) if skip_reshape else out, "sparse"
 
     # ---- what ComfyUI calls
 
@@ -349,8 +358,8 @@ class ScopeAttention(io.ComfyNode):
                         "ComfyUI's log how many calls were sparse, and why others were dense.",
             inputs=[
                 io.Model.Input("model"),
-                io.Combo.Input("method", options=[method.name for method in scope_attn.methods()], default="scope-mean",
-                               tooltip="How keys are chosen."),
+                io.Combo.Input("method", default="scope-mean", tooltip="How keys are chosen.",
+                               options=[method.name for method in scope_attn.methods() if not method.morton]),
                 io.Float.Input("target_density", default=0.2, min=0.0, max=1.0, step=0.01,
                                tooltip="The share of keys that is kept. 0: the method's own, as of fast and quality, or what its rule gives."),
                 io.Int.Input("min_tokens", default=8192, min=0, max=1 << 30, tooltip="Shorter sequences attend densely, which is faster."),

@@ -31,7 +31,7 @@ class SettingInfo(Sized):
 
 
 class MethodInfo(Sized):
-    _fields_ = fields((c.c_char_p, "name help"), (c.c_int32, "shares_branches reserved"))
+    _fields_ = fields((c.c_char_p, "name help"), (c.c_int32, "shares_branches reserved morton reserved_2"))
 
 
 class ModelInfo(Sized):

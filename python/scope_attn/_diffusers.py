@@ -57,8 +57,8 @@ def wan_rope(model):
 
 
 def count_valid(*masks: torch.Tensor) -> list[int]:
-    """diffusers counts them, wherever they stand, and so do we."""
-    return [int(count) for count in sum(mask.sum(1) for mask in masks).tolist()]
+    """diffusers counts them, wherever they stand, and so do we: in integers, since bf16 has no 257."""
+    return sum(mask.sum(1, dtype=torch.int64) for mask in masks).tolist()
 
 
 def hunyuan_text(given: dict[str, Any]) -> Text:
@@ -324,7 +324,7 @@ class Processor(Enabled):
         return out
 
     def sparse(self, q, k, v, mask, scale, place, tokens):
-        """What came out (None: the schedule says dense), why it is dense, and statistics."""
+        """The output, why the call is dense, and statistics. Output None: the pipeline's own attention is to run it."""
         run = self.run
         if mask is not None and not run.family.text:
             raise ValueError(f"attention_mask: layer {self.layer} got one, and {type(self.own).__name__} has none when it is not causal")
@@ -343,11 +343,17 @@ class Processor(Enabled):
         states = self.expert.states.setdefault("" if run.shares_branches else place.branch, {})
         if self.layer not in states:
             states[self.layer] = State()
+        call = dict(state=states[self.layer], layout="BNHD", scale=scale or 0.0, **at, **text)
+        if reason is not Reason.SPARSE:
+            plan.cluster(q, k, **call)
+            return None, WHY[reason], None
         stats = Stats()
-        out = plan.run(q, k, v, state=states[self.layer], layout="BNHD", scale=scale or 0.0, stats=stats, **at, **text)
+        out = plan.run(q, k, v, stats=stats, **call)
         if place.step == place.steps - 1 and not run.shares_branches:
             del states[self.layer]  # the VAE, which comes next, needs the memory
-        return out, WHY[stats.reason], stats
+        if stats.reason is not Reason.SPARSE:
+            return None, WHY[stats.reason], None
+        return out, "", stats
 
 
 class RopeFirst(Processor):
@@ -483,6 +489,7 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
     family = family_of(pipe)
     if processors_of(pipe):
         raise RuntimeError("pipe: it is enabled already; call scope_attn.disable(pipe) first")
+    _functions.refuse_morton(method)
     if min_tokens < 0:
         raise ValueError(f"min_tokens: got {min_tokens}, expected 0 or more")
     models = transformers_of(pipe)

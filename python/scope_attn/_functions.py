@@ -24,7 +24,8 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
     On a GPU the call only enqueues work on the current stream.
 
     rope: the channels along T, H and W, in that order, as the video model rotates them.
-    method, model: rows of methods() and models(); a model brings its rho and schedule.
+    method, model: rows of methods() and models(); a model brings its rho and schedule. A method whose row says `morton`
+        expects tokens in Morton order: the caller sees to it, since a call does not know the grid of its tokens.
     target_density: the share of keys to keep, whatever the method's rule: on average over the heads of each sample, or with
         target_scope="head" in each of them (the defaults of the methods differ: settings()).
     state: warm starts; one State per layer and CFG branch.
@@ -192,6 +193,7 @@ class Method(NamedTuple):
     name: str
     help: str
     shares_branches: bool  # the CFG branches of a layer share one State
+    morton: bool  # its blocks are meant for tokens in Morton order: enable() and the other hosts refuse it
 
 
 class Setting(NamedTuple):
@@ -223,7 +225,15 @@ def methods() -> list[Method]:
     >>> [method.name for method in scope_attn.methods()][:3]
     ['scope', 'scope-paper', 'scope-exact']
     """
-    return [Method(row.name.decode(), row.help.decode(), bool(row.shares_branches)) for row in _c_api.library().methods()]
+    return [Method(row.name.decode(), row.help.decode(), bool(row.shares_branches), bool(row.morton))
+            for row in _c_api.library().methods()]
+
+
+def refuse_morton(method: str):
+    """Raises where a host cannot run a method, because its tokens come in raster order."""
+    if any(row.name == method and row.morton for row in methods()):
+        raise ValueError(f'method: got "{method}", whose blocks are of tokens in Morton order, and here they come in '
+                         f"raster order; choose another method, or make the video with `scope generate --method {method}`")
 
 
 def settings(method: str = "scope") -> list[Setting]:

@@ -416,7 +416,10 @@ class Plan(Handle):
         return Reason(self._plan.reason(layer, step, steps)[0])
 
     def clusters(self, layer: int = -1, step: int = -1, steps: int = 0) -> bool:
-        """Whether a dense call at this place clusters all the same (setting warm_prefix), so that it must not be skipped."""
+        """Whether a dense call at this place clusters all the same (setting warm_prefix), for a warm first sparse call.
+
+        A host with a dense attention of its own calls cluster() there, beside it.
+        """
         return self._plan.reason(layer, step, steps)[1]
 
     def state(self) -> State:
@@ -447,6 +450,19 @@ class Plan(Handle):
         self._launch(self._plan.libscope.run, arrays, token_major(layout), q, k, v, None, state, scale, -1, -1, 0,
                      tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries), found, stats)
         return found
+
+    def cluster(self, q: Any, k: Any, *, state: State, layout: str = "BHND", scale: float = 0.0, layer: int = -1,
+                step: int = -1, steps: int = 0, q_lengths: Any = None, k_lengths: Any = None, valid_queries: Any = None,
+                valid_keys: Any = None, keep: Any = None, dense_queries: Any = None, stats: Optional[Stats] = None):
+        """Fills the state as a dense call does where clusters() is true, and leaves the attention to the caller."""
+        at = dict(layer=state.layer if layer < 0 else layer, step=state.step if step < 0 else step,
+                  steps=state.steps if step < 0 else steps)
+        if not self.clusters(**at):
+            raise ValueError(f"layer, step, steps: got {', '.join(map(str, at.values()))}, where no dense call "
+                             "clusters; expected a step within dense_steps, and warm_prefix=True")
+        tokens = tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries)
+        self._launch(self._plan.libscope.run, arrays_of(q), token_major(layout), q, k, None, None, state, scale,
+                     at["layer"], at["step"], at["steps"], tokens, None, stats)
 
     def attend_selected(self, q: Any, k: Any, v: Any, selection: Selection, *, layout: str = "BHND", scale: float = 0.0,
                         q_lengths: Any = None, k_lengths: Any = None, valid_queries: Any = None, valid_keys: Any = None) -> Any:

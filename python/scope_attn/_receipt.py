@@ -22,7 +22,7 @@ class Call:
     step: int
     branch: str
     why: str  # it ran dense; "": it ran sparse
-    stats: Any  # of a call that the library ran; None: the pipeline's own attention did
+    stats: Any  # of a sparse call; None: it ran dense, by the pipeline's own attention
     times: Any  # when it began and ended: in seconds, or as CUDA events
 
     @property

@@ -10,9 +10,9 @@ import os
 import re
 from typing import Any
 
-from ._functions import attention, methods, models, pack_bits
+from ._functions import attention, methods, models, pack_bits, plan_for, refuse_morton
 from ._functions import settings as known_settings
-from ._plan import State
+from ._plan import State, text_of
 
 MODULE = "sglang.multimodal_gen.runtime.layers.attention.backends.sparse_video_gen_2_attn"
 VARIABLE = "SCOPE_SGLANG"
@@ -43,6 +43,7 @@ def read_settings() -> tuple[str, dict[str, str]]:
     for what, name, known in [("method", method, methods())] + [("setting", name, known_settings()) for name in found]:
         if name not in [row.name for row in known]:
             raise ValueError(f'{VARIABLE}: there is no {what} "{name}"; there are {", ".join(row.name for row in known)}')
+    refuse_morton(method)
     for name in ("dense_layers", "dense_steps", "dense_last_steps", "warm_prefix"):
         if name in found:
             raise ValueError(f"{VARIABLE}: {name} is sglang's to say: svg2_first_layers_fp, svg2_first_times_fp, svg2_zero_step_kmeans_init "
@@ -99,11 +100,17 @@ def forward(self: Any, query: Any, key: Any, value: Any, attn_metadata: Any) -> 
     states = vars(attn_metadata.cache).setdefault("scope_states", {})
     state = states.setdefault((self, negative, tuple(query.shape)), State())
     bits = text_at_end(batch, tokens, text) if text else None
-    call = dict(rope=self.row.rope, layout="BNHD", method=self.method, model=self.row.name, scale=self.softmax_scale, state=state,
-                k_lengths=[length] * batch if padded else None, keep=bits, dense_queries=bits, dense_layers=0, **self.settings)
+    call = dict(layout="BNHD", scale=self.softmax_scale, state=state, k_lengths=[length] * batch if padded else None,
+                keep=bits, dense_queries=bits)
     if self.layer_idx < attn_metadata.first_layers_fp or attn_metadata.current_timestep > attn_metadata.first_times_fp:
-        if attn_metadata.zero_step_kmeans_init:  # a dense call of the library, which clusters
-            return attention(query, key, value, step=0, steps=1, dense_steps=1, warm_prefix=True, **call).contiguous()
+        if attn_metadata.zero_step_kmeans_init:
+            from . import _torch
+            settings = dict(dense_layers=0, dense_steps=1, warm_prefix=True, **self.settings)
+            plan = plan_for(_torch, query, key, True, bits is not None, self.method, self.row.name, self.row.rope,
+                            [f"{name}={text_of(setting)}" for name, setting in settings.items()])
+            if plan.clusters(step=0, steps=1):  # method dense does not
+                plan.cluster(query, key, step=0, steps=1, **call)
         q, k, v = (x.transpose(1, 2) for x in (query, key[:, :length], value[:, :length]))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=self.softmax_scale or None).transpose(1, 2).contiguous()
-    return attention(query, key, value, dense_steps=0, warm_prefix=False, **call).contiguous()
+    return attention(query, key, value, rope=self.row.rope, method=self.method, model=self.row.name, dense_layers=0,
+                     dense_steps=0, warm_prefix=False, **call, **self.settings).contiguous()

@@ -178,7 +178,9 @@ scope_method_info from_method(const Method& from) {
           .name = from.name,
           .help = from.help,
           .shares_branches = from.shares_branches ? 1 : 0,
-          .reserved = 0};
+          .reserved = 0,
+          .morton = from.morton ? 1 : 0,
+          .reserved_2 = 0};
 }
 
 scope_model_info from_model(const Model& from) {

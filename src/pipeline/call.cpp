@@ -271,8 +271,9 @@ void call(const Plan& plan, const CallArgs& args) {
   check_args(plan, args, attends);
   require(attends || !plan.settings.dense, Status::invalid_argument, "out: got null, and method dense selects nothing");
   require(attends || args.lse == nullptr, Status::invalid_argument, "lse: got one without out");
-  require(attends || !plan.needs_v(), Status::invalid_argument, "out: got null, and tail {} with rule {} needs v and out",
-          plan.tail().name, plan.rule().name);
+  // A dense step under warm_prefix may only cluster, beside a host's own dense attention.
+  require(attends || !plan.needs_v() || schedule(plan.settings, args.place) != Reason::sparse, Status::invalid_argument,
+          "out: got null, and a sparse call with tail {} and rule {} needs v and out", plan.tail().name, plan.rule().name);
   if (args.state != nullptr) {
     require(!plan.settings.dense, Status::invalid_argument, "state: got one, and method dense keeps none");
     args.state->check(plan);

@@ -124,7 +124,7 @@ def attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     if mask is not None:
         mask = {2: lambda: mask[None, None], 3: lambda: mask[:, None], 4: lambda: mask}[mask.ndim]()
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kwargs.get("scale"))
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
@@ -214,7 +214,8 @@ def counts(node, monkeypatch, patcher, sampler, forward):
 def test_schema(node):
     schema = node.ScopeAttention.define_schema()
     assert [x.id for x in schema.inputs] == ["model", "method", "target_density", "min_tokens", "strict", "settings"]
-    assert schema.inputs[1].options["options"] == [method.name for method in scope_attn.methods()]
+    names = [method.name for method in scope_attn.methods()]
+    assert schema.inputs[1].options["options"] == [name for name in names if name != "sol"] and "sol" in names
     assert schema.inputs[1].options["default"] == inspect.signature(scope_attn.enable).parameters["method"].default
     assert asyncio.run(asyncio.run(node.comfy_entrypoint()).get_node_list()) == [node.ScopeAttention]
 
@@ -261,6 +262,39 @@ def test_states(node):
 
     assert largest(ours, sampler.sample(Patcher(WanModel()), directly)) == 0
     assert len(states) == 12
+
+
+def test_warm_prefix(node, monkeypatch):
+    """Dense steps that cluster are ComfyUI's own attention, bit by bit, and the first sparse calls are warm."""
+    plain, sampler, warm = Patcher(WanModel()), Sampler(), []
+    run = scope_attn.Plan.run
+
+    def noted(plan, *qkv, stats, **more):
+        out = run(plan, *qkv, stats=stats, **more)
+        warm.append(stats.warm)
+        return out
+
+    monkeypatch.setattr(scope_attn.Plan, "run", noted)
+    for method in ("scope", "scope-mean"):
+        model = patched(node, plain, method=method, settings="warm_prefix=yes")
+        outputs, found = counts(node, monkeypatch, model, sampler, wan)
+        assert found == {"sparse": 32, "first layers": 20, "first steps": 8, "cross-attention": 60, "states": 4}
+        dense = sampler.sample(plain, wan)
+        assert largest(outputs[:24], dense[:24]) == 0 and largest(outputs[24:], dense[24:]) > 0.01
+        assert warm == [True] * 32
+        warm.clear()
+
+
+def test_nothing_to_select(node, monkeypatch):
+    """A mask that leaves text alone: ComfyUI's own attention runs the call."""
+    video = 16 * 18
+    mask = (torch.arange(TOKENS) >= video)[None, None, None]
+    plain = Patcher(HunyuanVideo(flipped_img_txt=True))
+    model = patched(node, plain, settings="dense_layers=0\ndense_steps=0")
+    sampler, forward = Sampler(branches=1, grid=(1, 4, 2, 2 * 12, 2 * 12)), lambda *args: hunyuan(*args, mask=mask)
+    outputs, found = counts(node, monkeypatch, model, sampler, forward)
+    assert found["no key or query takes part"] == 40 and "sparse" not in found
+    assert largest(outputs, sampler.sample(plain, forward)) == 0
 
 
 def test_shared_branches(node, monkeypatch):
@@ -374,6 +408,18 @@ def test_layouts(node, skip_reshape, skip_output_reshape):
     assert ours[-1].shape == theirs[-1].shape and largest(ours, theirs) < 1e-5
 
 
+def test_scale(node):
+    """A scale of the model's own reaches sparse and dense calls."""
+    def forward(options, generator, **given):
+        options.update(block_index=1, block_type="double")
+        return [call(options, *torch.randn(3, 1, TOKENS, HEADS * DIM, generator=generator), HEADS, **given)]
+
+    scaled, sampler = (lambda *args: forward(*args, scale=0.5)), Sampler(branches=1)
+    dense = sampler.sample(Patcher(WanModel()), scaled)
+    assert largest(dense, sampler.sample(Patcher(WanModel()), forward)) > 0.2
+    assert largest(sampler.sample(patched(node, target_density=1.0), scaled), dense) < 1e-5
+
+
 def test_other_overrides(node, monkeypatch, caplog):
     before, after = [], []
 
@@ -427,6 +473,8 @@ def test_refusals(node):
                          (HunyuanVideo(axes=(16, 16)), "rotates 2 axes")):
         with pytest.raises(node.Refused, match=words):
             patched(node, Patcher(model))
+    with pytest.raises(node.Refused, match='got "sol", whose blocks .* Morton order, .* `scope generate --method sol`'):
+        patched(node, method="sol")  # of a saved workflow
     with pytest.raises(node.Refused, match="already"):
         patched(node, patched(node))
     strange = WanModel()

@@ -129,14 +129,54 @@ def test_rows():
     assert not any("dense_steps" in call.why for call in scope_attn.receipt(pipe).calls)
 
 
-def test_warm_prefix():
-    """Where a row says so, dense steps cluster, and the first sparse call is warm."""
+def test_dense_steps(kind):
+    """Dense calls are the pipeline's own attention, bit by bit, in steps that cluster too."""
+    make, run = kind
+    pipe = make()
+    untouched = run(pipe, batch=2)
+    scope_attn.enable(pipe, dense_steps=1, warm_prefix=True, **SPARSE)
+    assert (run(pipe, batch=2) == untouched).all()
+    receipt = scope_attn.receipt(pipe)
+    assert {call.why for call in receipt.calls} == {"the step is within dense_steps", "the layer is below dense_layers"}
+    assert receipt.density is None and all(call.stats is None and call.density == 1 for call in receipt.calls)
+    last = next(self_attentions(pipe)).processor.run.experts[-1]
+    assert all(state.filled for branch in last.states.values() for state in branch.values())
+    clustered = {call.layer for call in receipt.calls if call.expert == last.name and "dense_steps" in call.why}
+    assert last.states and all(set(branch) == clustered for branch in last.states.values())
+
+
+@pytest.mark.parametrize("name, given", [("hunyuan", {}), ("wan2.1", dict(warm_prefix=True)),
+                                         ("wan2.1", dict(warm_prefix=True, method="scope"))])
+def test_warm_prefix(name, given):
+    """Where the row or the user says so, dense steps cluster, and the first sparse call is warm."""
+    make, run = KINDS[name]
+    latents, pipe = [], make()
+
+    def note(pipe, step, timestep, kwargs):
+        latents.append(kwargs["latents"].clone())
+        return kwargs
+
+    run(pipe, callback_on_step_end=note)
+    scope_attn.enable(pipe, dense_steps=0.4, **given, **SPARSE)
+    run(pipe, callback_on_step_end=note)
+    untouched, ours = latents[:tiny.STEPS], latents[tiny.STEPS:]
+    assert [bool((a == b).all()) for a, b in zip(untouched, ours)] == [True, True, False, False, False]
+    calls = scope_attn.receipt(pipe).calls
+    sparse = [call for call in calls if call.sparse]
+    assert {call.step for call in sparse} == {2, 3, 4} and all(call.stats.warm for call in sparse)
+    assert {call.why for call in calls if call.step < 2 and call.layer} == {"the step is within dense_steps"}
+
+
+def test_nothing_to_select():
+    """A call whose tokens are all text is dense, so that the pipeline's own attention runs it."""
     pipe = tiny.hunyuan()
-    scope_attn.enable(pipe, dense_steps=0.2, **SPARSE)
-    untouched = tiny.make_hunyuan(tiny.hunyuan(), steps=5)
-    out = tiny.make_hunyuan(pipe)
-    assert (out != untouched).any()
-    assert all(call.stats.warm for call in scope_attn.receipt(pipe).calls if call.sparse)
+    scope_attn.enable(pipe, dense_steps=0, dense_layers=0, **SPARSE)
+    tiny.make_hunyuan(pipe, steps=1)
+    processor = pipe.transformer.transformer_blocks[1].attn.processor
+    processor.expert.place = processor.expert.place._replace(text_tokens=32, lengths=[32])
+    q, k, v = tiny.randn(3, 1, 32, 2, 24)
+    assert (processor.attend(q, k, v, None, None) == dispatch_attention_fn(q, k, v)).all()
+    assert scope_attn.receipt(pipe).calls[-1].why == "no query or no key takes part in selection"
 
 
 def test_experts():
@@ -187,6 +227,68 @@ def test_branches_without_names():
         for _ in range(9):  # texts that never come back do not pile up
             pipe.transformer(hidden_states=latents, timestep=timestep[None], encoder_hidden_states=tiny.randn(1, 6, 16))
     assert len(pipe.transformer.blocks[0].attn1.processor.expert.states) == 4
+
+
+def test_an_earlier_step():
+    """It begins another video, on the same list of timesteps too: states are new, and so is the receipt."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, dense_steps=0, **SPARSE)
+    inputs = tiny.randn(3, 1, 4, 4, 16, 16)
+    text = tiny.randn(1, 6, 16)
+
+    def video():
+        pipe.scheduler._step_index, out = None, []  # as set_timesteps leaves it
+        with torch.no_grad():
+            for latents, timestep in zip(inputs, timesteps):
+                out.append(pipe.transformer(latents, timestep[None], text).sample)
+                pipe.scheduler.step(out[-1], timestep, latents)
+        return torch.stack(out), scope_attn.receipt(pipe)
+
+    pipe.scheduler.set_timesteps(3, device=tiny.DEVICE)
+    timesteps = pipe.scheduler.timesteps
+    first, receipt = video()
+    again, other = video()
+    assert pipe.scheduler.timesteps is timesteps and other is not receipt and (again == first).all()
+    for calls in (receipt.calls, other.calls):
+        assert [call.stats.warm for call in calls if call.layer == 1] == [False, True, True]
+
+
+@pytest.mark.parametrize("method", ["scope-mean", "svg2"])  # branches of svg2 share their states
+def test_interrupted(method):
+    """What a video that was broken off left behind does not reach the next one."""
+    few = dict(groups=8, codes=8) if method == "svg2" else {}
+
+    def fresh():
+        pipe = tiny.wan()
+        scope_attn.enable(pipe, method=method, **few, **SPARSE)
+        return pipe
+
+    def stop(pipe, step, timestep, kwargs):
+        if step == 2:
+            raise KeyboardInterrupt
+        return kwargs
+
+    expected, pipe = tiny.make_wan(fresh(), seed=1), fresh()
+    with pytest.raises(KeyboardInterrupt):
+        tiny.make_wan(pipe, callback_on_step_end=stop)
+    assert pipe.transformer.blocks[1].attn1.processor.expert.states, "it did leave some"
+    assert (tiny.make_wan(pipe, seed=1) == expected).all()
+    sparse = [call for call in scope_attn.receipt(pipe).calls if call.sparse]
+    assert not sparse[0].stats.warm and sparse[-1].stats.warm
+
+
+def test_scale():
+    """A layer's own scale of q k reaches sparse and dense calls."""
+    for given in (dict(target_density=1, min_tokens=0), dict(min_tokens=1000)):
+        pipe = tiny.wan()
+        scope_attn.enable(pipe, dense_steps=0, **given)
+        tiny.make_wan(pipe)
+        ticket = pipe.transformer.blocks[1].attn1.processor.ticket
+        q, k, v = tiny.randn(3, 1, 256, 2, 24)
+        ours, theirs, usual = (dispatch_attention_fn(q, k, v, **more) for more in (
+            dict(scale=0.5, attn_mask=(ticket, None), backend="scope"), dict(scale=0.5), dict()))
+        assert scope_attn.receipt(pipe).calls[-1].sparse == ("target_density" in given)
+        assert (ours - theirs).abs().max() < tiny.ROUNDING < 0.2 < (theirs - usual).abs().max()
 
 
 def test_part_of_the_steps():
@@ -295,6 +397,36 @@ def test_text_and_image():
         call = scope_attn.receipt(pipe).calls[-1]
         pairs = 256 * (call.density * 256 + valid) + valid * (256 + valid)
         assert call.sparse and abs(call.stats.total_density - pairs / (256 + valid) ** 2) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_texts(dtype):
+    """Pipelines give their masks in the transformer's type, in which sums round: 257 and 301 are not bf16's."""
+    def mask(tokens, valid):
+        return (torch.arange(tokens, device=tiny.DEVICE) < valid)[None]
+
+    def run(pipe, valid, **given):
+        pipe(**given, height=128, width=128, num_frames=13, num_inference_steps=1, output_type="latent")
+        calls = scope_attn.receipt(pipe).calls
+        assert len(calls) == 3
+        for call in calls:
+            pairs = 256 * (call.density * 256 + valid) + valid * (256 + valid)
+            assert abs(call.stats.total_density - pairs / (256 + valid) ** 2) < 5e-5, "one token more or less is 2e-4"
+
+    everywhere = dict(dense_steps=0, dense_layers=0, **SPARSE)
+    pipe = tiny.hunyuan()
+    pipe.transformer.to(dtype)
+    scope_attn.enable(pipe, **everywhere)
+    for valid in (257, 301, 512):
+        run(pipe, valid, prompt_embeds=tiny.randn(1, 512, 16), pooled_prompt_embeds=tiny.randn(1, 8),
+            prompt_attention_mask=mask(512, valid))
+    pipe = tiny.hunyuan15()
+    pipe.transformer.to(dtype)
+    pipe.guider = diffusers.ClassifierFreeGuidance(guidance_scale=1.0)
+    scope_attn.enable(pipe, **everywhere)
+    for first, second in ((257, 0), (1, 256), (257, 44), (211, 301), (256, 256)):
+        run(pipe, first + second, prompt_embeds=tiny.randn(1, 300, 16), prompt_embeds_mask=mask(300, first),
+            prompt_embeds_2=tiny.randn(1, 310, 12), prompt_embeds_mask_2=mask(310, second))
 
 
 def test_min_tokens():
@@ -566,6 +698,8 @@ def test_refusals():
         scope_attn.enable(pipe, target_density=2)
     with pytest.raises(scope_attn.ScopeValueError, match="wan9"):
         scope_attn.enable(pipe, model="wan9")
+    with pytest.raises(ValueError, match='got "sol", whose blocks .* Morton order, .* `scope generate --method sol`'):
+        scope_attn.enable(pipe, method="sol", strict=False)
     with pytest.raises(ValueError, match="min_tokens: got -1"):
         scope_attn.enable(pipe, min_tokens=-1)
     for ask in (scope_attn.disable, scope_attn.receipt):

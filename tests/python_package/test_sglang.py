@@ -81,8 +81,9 @@ def inputs(seed, text=0):
     return torch.randn(3, 1, FRAMES * FRAME + text, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def dense(q, k, v):
-    return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+def dense(q, k, v, scale=None):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
 
 
 def test_entry_point():
@@ -116,11 +117,29 @@ def test_schedule(host):
     exact = dense(*qkv)
     assert (implementation("blocks.0.attn1.impl").forward(*qkv, metadata(cache)) - exact).abs().max() < 1e-5
     layer = implementation()
-    assert (layer.forward(*qkv, metadata(cache, timestep=950)) - exact).abs().max() < 1e-5
+    plain = layer.forward(*qkv, metadata(cache, timestep=950))
+    assert (plain - exact).abs().max() < 1e-5
     state = vars(cache)["scope_states"][layer, False, tuple(qkv[0].shape)]
     assert not state.filled
-    assert (layer.forward(*qkv, metadata(cache, timestep=950, zero_step_kmeans_init=True)) - exact).abs().max() < 1e-5 and state.filled
+    clustered = layer.forward(*qkv, metadata(cache, timestep=950, zero_step_kmeans_init=True))
+    assert (clustered == plain).all() and state.filled, "clusters, and attends as it would have"
     assert (layer.forward(*qkv, metadata(cache)) - exact).abs().max() > 0.01
+
+
+def test_clustered_dense_steps(host):
+    """They leave in the state what a dense call of the library leaves there, with text and padding too."""
+    qkv, cache, layer = inputs(2, TEXT), Cache(), implementation("Hunyuan.single_blocks.21.attn.impl")
+    at = dict(text=TEXT, prompt=15)
+    layer.forward(*qkv, metadata(cache, timestep=950, zero_step_kmeans_init=True, **at))
+    text = (torch.arange(FRAMES * FRAME + TEXT) >= FRAMES * FRAME)[None]
+    state = scope_attn.State()
+    call = dict(rope=(16, 56, 56), layout="BNHD", method="scope-mean", model="hunyuanvideo-13b", dense_layers=0,
+                target_density=0.3, seed=3, state=state, scale=DIM**-0.5, k_lengths=[FRAMES * FRAME + 15], keep=text,
+                dense_queries=text)
+    scope_attn.attention(*qkv, step=0, steps=1, dense_steps=1, warm_prefix=True, **call)
+    assert vars(cache)["scope_states"][layer, False, tuple(qkv[0].shape)].save() == state.save()
+    direct = scope_attn.attention(*qkv, dense_steps=0, warm_prefix=False, **call)
+    assert (layer.forward(*qkv, metadata(cache, **at)) == direct).all()
 
 
 def test_text(host, monkeypatch):
@@ -140,6 +159,16 @@ def test_text(host, monkeypatch):
     assert (out[:, :length] - exact[:, :length]).abs().max() < 1e-5
 
 
+def test_scale(host, monkeypatch):
+    """A layer's own scale reaches sparse and dense calls."""
+    monkeypatch.setenv("SCOPE_SGLANG", "target_density=1")
+    qkv, layer = inputs(1), implementation(softmax_scale=0.25)
+    assert (dense(*qkv, scale=0.25) - dense(*qkv)).abs().max() > 0.2
+    for timestep in (500, 950):
+        out = layer.forward(*qkv, metadata(Cache(), timestep=timestep))
+        assert (out - dense(*qkv, scale=0.25)).abs().max() < 1e-5
+
+
 def test_refusals(host, monkeypatch):
     for given, words in ((dict(prefix="proj_out"), "expected one of the blocks"), (dict(causal=True), "causal"),
                          (dict(head_size=64), "64 channels"), (dict(num_kv_heads=1), "1 heads of keys")):
@@ -150,7 +179,8 @@ def test_refusals(host, monkeypatch):
     with pytest.raises(ValueError, match="got 320 queries and 320 keys, expected 344"):
         implementation().forward(*inputs(1), metadata(Cache(), text=TEXT))
     for text, words in (("rho", "expected name=value"), ("densty=1", 'no setting "densty"'), ("method=scop", 'no method "scop"'),
-                        ("dense_steps=0.1", "sglang's to say")):
+                        ("dense_steps=0.1", "sglang's to say"),
+                        ("method=sol", 'got "sol", .* Morton order, .* `scope generate --method sol`')):
         monkeypatch.setenv("SCOPE_SGLANG", text)
         with pytest.raises(ValueError, match=words):
             sglang.register()

@@ -241,3 +241,25 @@ def test_threads(qkv):
     for worker in workers:
         worker.join()
     assert not failures
+
+
+@pytest.mark.parametrize("method", ["scope", "scope-mean", "svg2", "svg2-ear", "svoo", "sparge"])
+def test_cluster(method, qkv, device, dtype):
+    """cluster() leaves in a state the bits that a dense call leaves there, and the sparse call after it is warm."""
+    few = {} if method == "sparge" else dict(groups=8) if method.startswith("scope") else dict(groups=8, codes=8)
+    plan = scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, rope=ROPE, device=device,
+                           dtype=str(dtype).split(".")[1], method=method, dense_queries=True, dense_steps=0.5, warm_prefix=True, **few)
+    text = torch.zeros(2, 280, dtype=torch.bool)
+    text[:, -24:] = True
+    tokens = dict(q_lengths=[280, 270], k_lengths=[280, 270], keep=text, dense_queries=text)
+    attended, clustered = plan.state(), plan.state()
+    plan.run(*qkv, state=attended, step=0, steps=4, **tokens)
+    assert plan.cluster(*qkv[:2], state=clustered, step=0, steps=4, **tokens) is None
+    assert clustered.filled and clustered.save() == attended.save()
+    stats = scope_attn.Stats()
+    second = [x.flip(2) for x in qkv]
+    out = plan.run(*second, state=clustered, step=2, steps=4, stats=stats, **tokens)
+    assert stats.reason is scope_attn.Reason.SPARSE and stats.warm == (method != "sparge")
+    assert (out == plan.run(*second, state=attended, step=2, steps=4, **tokens)).all()
+    with pytest.raises(ValueError, match="got -1, 2, 4, where no dense call clusters"):
+        plan.cluster(*qkv[:2], state=clustered, step=2, steps=4)

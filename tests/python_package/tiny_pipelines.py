@@ -77,7 +77,7 @@ def hunyuan(**config):
     return pipe
 
 
-def make_hunyuan(pipe, batch=1, seed=0, steps=STEPS):
+def make_hunyuan(pipe, batch=1, seed=0, steps=STEPS, **options):
     """Latents of 4x16x16, 256 tokens, and 10 of text, of which the last are padding, in the second sample more than in the first."""
     generator = torch.Generator().manual_seed(seed)
     text, negative = randn(2, batch, 10, 16, generator=generator)
@@ -85,7 +85,8 @@ def make_hunyuan(pipe, batch=1, seed=0, steps=STEPS):
     mask = (torch.arange(10)[None] < torch.tensor([7, 4])[:batch, None]).to(DEVICE)
     return pipe(prompt_embeds=text, pooled_prompt_embeds=pooled[0], prompt_attention_mask=mask, negative_prompt_embeds=negative,
                 negative_pooled_prompt_embeds=pooled[1], negative_prompt_attention_mask=mask.flip(0), true_cfg_scale=2.0, height=128,
-                width=128, num_frames=13, num_inference_steps=steps, generator=generator, output_type="latent").frames
+                width=128, num_frames=13, num_inference_steps=steps, generator=generator, output_type="latent",
+                **options).frames
 
 
 class Sizes(torch.nn.Module):
