@@ -7,6 +7,7 @@ import glob
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -20,9 +21,12 @@ import tensors  # noqa: E402
 
 HELP = """
 Each case is one or more calls of `scope attend` (or generate, make-qkv) by both builds on the same files: every method that
-OLD lists, in every type, under every rule and choice, with text, padding, masks, first and warm calls. All tensors that come
-out are compared bit by bit, and all that OLD's statistics say, but for seconds, kernel names and byte sizes. What one build
-refuses the other must refuse with the same exit code; such cases are counted apart. Settings that only NEW has stay at their defaults.
+OLD lists, in every type, with text, padding, masks, first and warm calls; and every method under every choice of every
+setting that `OLD methods --json` lists (rules, tails, products, target scopes, proxies, groupings, encodings, ...). All tensors
+that come out are compared bit by bit, and all that OLD's statistics say, but for seconds, kernel names and byte sizes. What one
+build refuses the other must refuse with the same exit code; such cases are counted apart. Methods, types and choices that were
+never compared, since both builds refuse them on this backend, are named with the refusal; so are choices that only NEW has.
+Settings that only NEW has stay at their defaults.
 
   tools/compare_builds.py old/build/release/bin/scope build/release/bin/scope
   tools/compare_builds.py old/build/cuda/bin/scope build/cuda/bin/scope --backend cuda --times 3
@@ -30,9 +34,10 @@ refuses the other must refuse with the same exit code; such cases are counted ap
 
 Exit codes: 0 all the same, 1 a difference, 2 wrong usage."""
 
-DTYPES = {"cpu": ("f32", "f16", "bf16"), "cuda": ("f16", "bf16")}
-# Of the methods' own rules, some fit others too; what does not fit is refused by both.
-RULES = ("fixed", "top_p", "hybrid", "online", "target", "clusters", "blocks_topk", "blocks_cdf", "error_aware")
+DTYPES = ("f32", "f16", "bf16")
+# Choices of the tables that count for nothing, and so are refused, unless something else is set beside them.
+BESIDE = {"target_scope": "+target_density=0.3"}
+# Values that no table lists, and choices beside others.
 CHOICES = (
     "scope:partition=even:8", "scope:partition=even:1", "scope:partition=random:3", "scope:proxy=exact", "scope:tail=first_order",
     "scope:proxy=exact+tail=first_order", "scope:proxy=exact+rule=target+density=0.1", "scope:rule=target+tail=first_order",
@@ -52,6 +57,7 @@ class Case:
     group: str
     name: str
     calls: list  # arguments of each call; {out} is a folder of the build's own
+    choice: str = ""  # of the tables, as rule=fixed, where it is there for that
 
 
 def run(command, *arguments):
@@ -66,13 +72,15 @@ def must_run(command, *arguments):
     return result.stdout
 
 
-def list_methods(command):
-    lines = iter(must_run(command, "methods").splitlines())
-    next(line for line in lines if line.startswith("Methods"))
-    return [line.split()[0] for line in itertools.takewhile(str.strip, lines)]
+def read_tables(command):
+    """Methods by name, and for every setting that takes words alone, those words: ([method], {setting: [choice]})."""
+    tables = json.loads(must_run(command, "methods", "--json"))
+    values = {row["name"]: row["values"].split(" | ") for row in tables["settings"]}
+    word = re.compile("[a-z][a-z0-9_]*")
+    return [row["name"] for row in tables["methods"]], {name: words for name, words in values.items() if all(map(word.fullmatch, words))}
 
 
-def make_inputs(command, backend, folder):
+def make_inputs(command, dtypes, backend, folder):
     """The files that cases read, by name."""
     files = {}
 
@@ -90,7 +98,7 @@ def make_inputs(command, backend, folder):
     both = lambda x, y: {name: np.stack([x[name], y[name]]) for name in ("q", "k", "v")}
     words = lambda rows, n, chance: np.packbits(random.random((rows, -(-n // 32) * 32)) < chance, axis=1, bitorder="little").view(np.uint32)
     grid, n = {"grid": "5x9x13", "rope": "44,42,42"}, 5 * 9 * 13
-    for dtype in DTYPES[backend]:
+    for dtype in dtypes:
         make(f"base.{dtype}", dtype)
         make(f"other.{dtype}", dtype, seed=2)
         make(f"dim64.{dtype}", dtype, rope="24,20,20")
@@ -127,15 +135,15 @@ def make_inputs(command, backend, folder):
     return files
 
 
-def make_cases(methods, able, files, backend, folder):
+def make_cases(methods, able, dtypes, choices, files, backend, folder):
     """`able` are the methods that the backend has; the others are tried once, to be refused."""
-    cases, dtypes = [], DTYPES[backend]
+    cases = []
     lean = backend == "cuda"  # a process takes half a second to start there, however little it does
     narrow = dtypes[-1]
     each_dtype = (narrow,) if lean else dtypes
     machine = ["--backend", backend, "--threads", "2"]  # as many threads wherever it runs
 
-    def add(group, file, method, *more, steps=None, warm=not lean, name=""):
+    def add(group, file, method, *more, steps=None, warm=not lean, name="", choice=""):
         """One call, or a first and a warm one; or one for each of `steps` of 5, with the state going along."""
         if method.split(":")[0] not in able and group != "methods":
             return
@@ -144,7 +152,7 @@ def make_cases(methods, able, files, backend, folder):
         common = ["attend", files[file], "--method", method, "--lse", *whole, *machine, *more]
         calls = [["--step", s, "--steps", 5] for s in steps] if steps else [[], []] if warm and not dense else [[]]
         cases.append(Case(group, f"{name or file} {method} {' '.join(map(str, more))}",
-                          [[*common, *call, "-o", f"{{out}}/{i}.safetensors", "--stats", f"{{out}}/{i}.json"] for i, call in enumerate(calls)]))
+                          [[*common, *call, "-o", f"{{out}}/{i}.safetensors", "--stats", f"{{out}}/{i}.json"] for i, call in enumerate(calls)], choice))
 
     for dtype, method in itertools.product(dtypes, methods):
         add("methods", f"base.{dtype}", method, warm=True)
@@ -156,14 +164,18 @@ def make_cases(methods, able, files, backend, folder):
     sparse = [method for method in methods if method != "dense"]
     for method in methods:
         add("token counts", f"large.{narrow}", method, warm=True)
-        for rule in () if method == "dense" else RULES[:5] if lean else RULES:
-            add("rules", f"base.{narrow}", method, "--set", f"rule={rule}")
+        for setting, choice in ((setting, choice) for setting in choices for choice in choices[setting]):
+            # Products depend on the type. Other choices are compared in one: the methods that have them run in every type.
+            for dtype in dtypes if setting == "products" else (narrow,):
+                place, steps = (("--layer", 2), (0, 4)) if setting == "warm_prefix" else ((), None)
+                add("choices of the tables", f"base.{dtype}", f"{method}:{setting}={choice}{BESIDE.get(setting, '')}", *place, steps=steps,
+                    choice=f"{setting}={choice}" + (f" with {dtype}" if setting == "products" else ""))
         for dtype in each_dtype:
             add("target_density", f"base.{dtype}", method, "--target-density", "0.2")
             add("target_density", f"base.{dtype}", method, "--target-density", "0.4")
-    for rule, dtype in itertools.product(RULES[:5], each_dtype):
+    for rule, dtype in itertools.product(choices["rule"], each_dtype):
         for extra in ("+proxy=exact", "+tail=first_order", "+partition=even:1"):
-            add("rules", f"large.{dtype}", f"scope:rule={rule}{extra}")
+            add("rules", f"large.{dtype}", f"scope:rule={rule}{extra}", choice=f"rule={rule}")
     for choice, dtype in itertools.product(CHOICES, each_dtype):
         if lean or not ("kernel=" in choice or "workspace_limit=" in choice):  # which are a GPU's
             add("choices", f"base.{dtype}", choice, warm=not lean or "state" in choice)
@@ -267,11 +279,11 @@ def compare(case, old, new, perturb):
                 os.makedirs(f"{folder}/{build}", exist_ok=True)
                 results[build] = run(command, *(str(x).replace("{out}", f"{folder}/{build}") for x in arguments))
             codes = {build: result.returncode for build, result in results.items()}
-            said = (results["old"].stderr or results["new"].stderr).strip().splitlines()[-1:]
+            said = last_line(results["old"] if codes["old"] else results["new"])
             if codes["old"] != codes["new"] or codes["old"] < 0:
-                return "differs", f"call {i}: exit {codes['old']} became {codes['new']}: {''.join(said)}"
+                return "differs", f"call {i}: exit {codes['old']} became {codes['new']}: {said}"
             if codes["old"] != 0:
-                return "refused", f"exit {codes['old']}: {''.join(said)}"
+                return "refused", f"exit {codes['old']}: {said}"
         # The state's layout is a build's own: what it is worth shows in the warm call.
         names, others = ([x for x in all_files(f"{folder}/{build}") if x != "state"] for build in ("old", "new"))
         if names != others:
@@ -291,15 +303,42 @@ def flip_a_bit(folder, names):
     tensors.save(path, {**arrays, "out": out}, metadata)
 
 
+def last_line(result):
+    return "".join((result.stderr or result.stdout).strip().splitlines()[-1:])
+
+
+def never_compared(cases, results):
+    """(choice, refusal) of the choices of the tables that no case could compare."""
+    compared, refused = set(), {}
+    for case, (kind, note) in zip(cases, results):
+        if kind == "refused":
+            refused.setdefault(case.choice, note)
+        else:
+            compared.add(case.choice)
+    return [(choice, note) for choice, note in refused.items() if choice and choice not in compared]
+
+
 def check_bits(options, folder):
-    methods = list_methods(options.old)
-    files = make_inputs(options.old, options.backend, folder)
-    narrow, out = DTYPES[options.backend][-1], f"{folder}/able.safetensors"
-    tried = {m: run(options.old, "attend", files[f"base.{narrow}"], "-o", out, "--method", m, "--backend", options.backend) for m in methods}
-    able = [method for method, result in tried.items() if result.returncode == 0]
-    if not able:
-        sys.exit(f"OLD has no method on {options.backend}: {tried[methods[0]].stderr}")
-    cases = make_cases(methods, able, files, options.backend, folder)
+    (methods, choices), (_, newer) = read_tables(options.old), read_tables(options.new)
+    files = make_inputs(options.old, DTYPES, options.backend, folder)
+    skipped = []  # (what, why)
+
+    def try_each(kind, calls):
+        """Those that OLD has on this backend."""
+        tried = {name: run(options.old, "attend", *call, "-o", f"{folder}/able.safetensors", "--backend", options.backend) for name, call in calls.items()}
+        skipped.extend((f"{kind} {name}", last_line(result)) for name, result in tried.items() if result.returncode != 0)
+        able = [name for name, result in tried.items() if result.returncode == 0]
+        if not able:
+            sys.exit(f"OLD takes no {kind} on {options.backend}: {skipped[-1][1]}")
+        return able
+
+    dtypes = try_each("type", {dtype: (files[f"base.{dtype}"], "--method", "dense") for dtype in DTYPES})
+    able = try_each("method", {method: (files[f"base.{dtypes[-1]}"], "--method", method) for method in methods})
+    cases = make_cases(methods, able, dtypes, choices, files, options.backend, folder)
+    if options.only:
+        cases = [case for case in cases if options.only in case.group or options.only in case.name]
+        if not cases:
+            sys.exit(f"--only: no group and no case has {options.only!r} in its name")
     if options.quick:  # every method once, and the first and the last of each group
         groups = [[case for case in cases if case.group == group] for group in dict.fromkeys(case.group for case in cases)]
         cases = groups[0][-len(methods):] + [case for group in groups[1:] for case in (group[0], group[-1])]
@@ -317,10 +356,18 @@ def check_bits(options, folder):
                 print(f"    {kind}: {case.name}{': ' + note if note else ''}")
             shown = shown or kind == "differs"
         bad += kinds.count("differs")
-        if "same" not in kinds and "differs" not in kinds and not options.quick:
+        if "same" not in kinds and "differs" not in kinds and not (options.quick or options.only):
             print("    nothing was compared: every case was refused")
             bad += 1
     print()
+    if not options.quick:
+        skipped += never_compared(cases, results)
+    skipped += [(f"{setting}={choice}", "only NEW has it") for setting, words in newer.items() for choice in words
+                if choice not in choices.get(setting, ())]
+    for what, why in skipped:
+        print(f"skipped: {what}: {why}")
+    if options.quick or options.only:
+        print("a part of the cases; without --quick and --only it is all of them")
     if options.self_test:
         found = bad == 1 and results[0][0] == "differs"
         print(f"self-test: the flipped bit was {'found, and nothing else' if found else 'NOT what was found'}")
@@ -394,6 +441,7 @@ def main():
     parser.add_argument("--times", type=int, default=0, metavar="N", help="also time N rounds of warm calls, the builds taking turns; hold the machine quiet")
     parser.add_argument("--no-bits", action="store_true", help="only times and sizes")
     parser.add_argument("--quick", action="store_true", help="a few cases of each group, in seconds")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their group or name, as: --only rule=deviation")
     parser.add_argument("--self-test", action="store_true", help="flip one bit of one of NEW's outputs: succeeds if that, and only that, is found")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16), help="cases at a time (default: cores, up to 16)")
     parser.add_argument("--verbose", action="store_true", help="a line for every case, with what was refused and why")
