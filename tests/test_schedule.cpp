@@ -72,6 +72,28 @@ TEST(Schedule, ReuseCountsStepsFromOne) {
   EXPECT_FALSE(reuses_clusters(settings, {1, 999'999'999, 1'000'000'000}));
 }
 
+// Both ends round down: a share of less than a step makes no step dense.
+TEST(Schedule, DenseStepsOfBothEndsRoundDown) {
+  const auto dense = [](const char* first, const char* last, int64_t steps) {
+    Settings settings = find_method("scope").settings();
+    set_setting(settings, "dense_steps", first);
+    set_setting(settings, "dense_last_steps", last);
+    Steps found;
+    for (int64_t step = 0; step < steps; ++step) {
+      const Reason reason = schedule(settings, {1, step, steps});
+      if (reason != Reason::sparse) found.push_back(reason == Reason::dense_last_step ? -step : step);
+    }
+    return found;
+  };
+  EXPECT_EQ(dense("0.25", "0", 7), Steps{0});   // 1.75
+  EXPECT_EQ(dense("0", "0.25", 7), Steps{-6});  // 1.75
+  EXPECT_EQ(dense("0", "0.25", 8), (Steps{-6, -7}));
+  EXPECT_EQ(dense("0", "0.1", 9), Steps{});  // 0.9
+  EXPECT_EQ(dense("0.1", "0.1", 9), Steps{});
+  EXPECT_EQ(dense("0.3", "0.3", 10), (Steps{0, 1, 2, -7, -8, -9}));
+  EXPECT_EQ(dense("0.19", "0.29", 10), (Steps{0, -8, -9}));
+}
+
 Profile parsed(const std::string& text) {
   std::istringstream file(text);
   return parse_profile(file, "p.csv");

@@ -130,6 +130,7 @@ void expect_mean(const Exec& exec, const MeanProblem& problem) {
     }
     const double expected = dropped == 0 ? 0.0 : std::min(args.weight * dropped / all, 1 - 0x1p-10);
     ASSERT_NEAR(share[g], expected, dropped == 0 ? 0.0 : limits().tail_mass * expected + 2e-5) << "group " << g;
+    ASSERT_LE(share[g], 1 - 0x1p-10) << "group " << g;
     for (int64_t c = 0; c < problem.dim; ++c) {
       const double want = dropped == 0 ? 0.0 : mean[static_cast<size_t>(c)] / dropped;
       const double size = dropped == 0 ? 0.0 : std::sqrt(square[static_cast<size_t>(c)]) / dropped;
@@ -149,6 +150,58 @@ TEST(TailMean, DifferentialAgainstFloat64) {
                                 random.between(1, seed % 5 == 0 ? 1500 : 300), random.pick(limits().dims), seed % 2 == 1,
                                 seed % 3 == 1);
       ASSERT_NO_FATAL_FAILURE(expect_mean(exec, problem));
+    }
+  });
+}
+
+// The text is added a block of 256 keys at a time, on the call's own scale of the logits.
+TEST(TailMean, BlocksOfTextKeysOnAnyScale) {
+  each_machine([](const Exec& exec) {
+    for (const int64_t text : {255, 256, 257, 512, 600}) {
+      for (const float factor : {0.5f, 2.0f}) {
+        for (const bool by_codes : {false, true}) {
+          SCOPED_TRACE(fmt::format("{} keys of text, {} times the usual scale, by codes {}", text, factor, by_codes));
+          Random random(static_cast<uint64_t>(4000 + text));
+          MeanProblem problem(random, limits().finest, 12, 4000, 64, by_codes, true);
+          std::vector<bool> takes_part(4000);
+          for (const int32_t t : problem.rows) takes_part[static_cast<size_t>(t)] = true;
+          std::fill(problem.keep.begin(), problem.keep.end(), 0u);
+          int64_t left = text;
+          for (int64_t t = 0; t < problem.tokens && left > 0; ++t) {
+            if (takes_part[static_cast<size_t>(t)]) continue;
+            set_mask_bit(problem.keep.data(), t);
+            --left;
+          }
+          ASSERT_EQ(left, 0);
+          problem.args.weight = 1;
+          problem.args.proxy.scale *= factor;
+          ASSERT_NO_FATAL_FAILURE(expect_mean(exec, problem));
+        }
+      }
+    }
+  });
+}
+
+// A group that drops nearly all of a flat row still keeps a share of 2^-10 for what it attends to.
+TEST(TailMean, TheShareOfAFlatRowIsBounded) {
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : limits().dtypes) {
+      for (const int64_t kept : {1, 2}) {
+        SCOPED_TRACE(fmt::format("{}, {} kept", dtype_name(dtype), kept));
+        Random random(78);
+        MeanProblem problem(random, dtype, 9, 4096, 64, false, false);
+        std::fill(problem.centroids.begin(), problem.centroids.end(), 0.0f);
+        std::fill(problem.sizes.begin(), problem.sizes.end(), 1);
+        std::fill(problem.kept.begin(), problem.kept.end(), 0u);
+        for (int64_t c = 0; c < problem.groups; ++c) {
+          for (int64_t j = 0; j < kept; ++j) {
+            set_mask_bit(problem.kept.data() + c * mask_words(problem.tokens),
+                         problem.rows[static_cast<size_t>(100 * c + j)]);
+          }
+        }
+        problem.args.weight = 1;
+        ASSERT_NO_FATAL_FAILURE(expect_mean(exec, problem));
+      }
     }
   });
 }
@@ -249,6 +302,23 @@ TEST(TailMean, CallsMixTheMeanIn) {
     ASSERT_NEAR(whole.lse[i], static_cast<double>(none.lse[i]) - std::log1p(-2 * share), 1e-4);
   }
   EXPECT_GT(largest, 0.01);
+}
+
+// Keys of zero make every logit 0: a query that keeps n keys has a log-sum-exp of log n, and 2^10 times that with its tail.
+TEST(TailMean, LseOfAFlatRowIsFinite) {
+  const Context context = tested_context();
+  Inputs in(1, 2, 300, 4096, 32, 8);
+  std::fill(in.k.begin(), in.k.end(), 0.0f);
+  Settings settings = mean_settings("fixed", "1");
+  set_setting(settings, "density", "0.0004");
+  const Plan plan(context, settings, in.shape());
+  const Result result = run(plan, in);
+  for (int64_t row = 0; row < 2 * in.q_tokens; ++row) {
+    const int32_t label = result.labels[static_cast<size_t>(row)];
+    const int32_t kept = result.counts[static_cast<size_t>(row / in.q_tokens * plan.selection_groups + label)];
+    ASSERT_TRUE(kept == 1 || kept == 2) << kept;
+    ASSERT_NEAR(result.lse[static_cast<size_t>(row)], std::log(kept) + 10 * std::log(2.0), 1e-3) << row;
+  }
 }
 
 TEST(TailMean, KeepingAllIsBitwiseWithoutTail) {

@@ -260,9 +260,19 @@ TEST_P(Wan22, RunsThatWereStoppedGoOnBitForBit) {
       ASSERT_EQ(kept.size(), 4u) << "none after the last step";
       for (size_t i = 0; i < kept.size(); ++i) {
         EXPECT_EQ(kept[i].steps_done, static_cast<int64_t>(i) + 1);
+        EXPECT_GT(kept[i].seconds, i == 0 ? 0.0 : kept[i - 1].seconds);
         Case rest = c;
+        kept[i].seconds += 1000;  // more than the steps that are left take
         rest.request.resume = &kept[i];
+        double last = 0;  // of the snapshots that follow
+        rest.request.snapshot_every = 1;
+        rest.request.snapshot = [&](const Snapshot& snapshot) { last = snapshot.seconds; };
         const Sample sample = run(rest, *engine);
+        EXPECT_GE(sample.seconds, kept[i].seconds) << "what was spent before counts";
+        if (i + 1 < kept.size()) {
+          EXPECT_GE(last, kept[i].seconds);
+        }
+        kept[i].seconds -= 1000;
         EXPECT_EQ(sample.latent, whole.latent) << "from step " << i + 1;
         ASSERT_EQ(sample.calls.size(), whole.calls.size());
         for (size_t k = 0; k < sample.calls.size(); ++k) {

@@ -5,6 +5,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,53 @@ def stop(flags, number):
     run.send_signal(number)
     assert run.wait() == {signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[number]
     assert not os.path.exists(flags["-o"]), "no run yet"
+
+
+def check_identity(flags, pipeline, case):
+    """Every part of a run's identity, by the option or the file that changes it, and by the checkpoint's own word."""
+    copy = f"{FOLDER}/two/model"  # in the folder of a run, since nothing beside the checkpoint may change
+    inputs, said = tensors.load(case)
+    changed = {}
+    for name in ("noise", "prompt_embeds", "negative_prompt_embeds"):
+        changed[name] = f"{FOLDER}/two/{name}"
+        tensors.save(changed[name], {**inputs, name: inputs[name] + 1}, said)
+    shutil.copytree(pipeline, copy)
+    index = json.load(open(f"{copy}/model_index.json"))
+    with open(f"{copy}/model_index.json", "w") as file:
+        json.dump({**index, "boundary_ratio": index["boundary_ratio"] / 2}, file)
+    absent = object()
+    options = {
+        "method": {"--method": "svg2:groups=4"},
+        "grid": {"--grid": "3x4x4", "--noise": absent},  # whose shape is that of the grid
+        "steps": {"--steps": 601},
+        "sampler": {"--sampler": "euler"},
+        "shift": {"--shift": 9},
+        "boundary": {"--model": copy},
+        "guidance": {"--guidance": 9},
+        "guidance-2": {"--guidance-2": 9},
+        "seed": {"--noise": absent},
+        "noise": {"--noise": changed["noise"]},
+        "prompt": {"--condition": changed["prompt_embeds"]},
+        "negative prompt": {"--condition": changed["negative_prompt_embeds"]},
+        "compute": {"--compute": "bf16"},
+        "setting groups": {"--method": "scope:groups=5"},
+    }
+    for name, more in options.items():
+        given = {flag: value for flag, value in {**flags, **more}.items() if value is not absent}
+        refuse(2, f"is of another run: {name} is", given)
+    # The rest is changed in the file, name by name.
+    kept, (arrays, names) = read(CHECKPOINT), tensors.load(CHECKPOINT)
+    tables = json.loads(subprocess.run([SCOPE, "methods", "--json"], capture_output=True, check=True).stdout)
+    known = {*options, *(f"setting {row['name']}" for row in tables["settings"]), "version", "model", "condition",
+             "embedded guidance", "backend", "instruction set"}
+    assert known | {"steps done"} == set(names), known ^ set(names)
+    for name in sorted(known):
+        tensors.save(CHECKPOINT, arrays, {**names, name: "other"})
+        refuse(2, f"is of another run: {name} is other there", flags)
+        tensors.save(CHECKPOINT, arrays, {other: value for other, value in names.items() if other != name})
+        refuse(2, f"is of another run: {name} is nothing there", flags)
+    with open(CHECKPOINT, "wb") as file:
+        file.write(kept)
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
@@ -136,6 +184,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     flags = {**two, "--checkpoint": CHECKPOINT, "--checkpoint-every": 3, "-o": f"{FOLDER}/stopped"}
     stop(flags, signal.SIGTERM)
     assert steps_done() % 3 == 0
+    check_identity(flags, pipeline, case)
     accept(flags)
     assert read(f"{FOLDER}/stopped/latents.safetensors") == read(f"{FOLDER}/two/latents.safetensors")
 print(f"{checks} commands behaved")

@@ -140,6 +140,9 @@ def check_runs():
     refuse(3, "--output", *run, "-o", "n" * 250)
     refuse(2, "run/qkv/step_000_layer_00.safetensors lies in run", *run, "-o", "run", "--dump-qkv", "run/qkv", "--dump-steps", 0)
     refuse(2, "lies in", *run, "-o", "run", "--dump-qkv", "run")
+    # A name that only begins like the run's does not lie in it.
+    accept(*run, "-o", "near", "--dump-qkv", "near2", "--dump-steps", 0, "--dump-layers", 0)
+    accept(*run, "-o", "near", "--checkpoint", "near.checkpoint")
     refuse(2, "run/frame_001.png lies in run", *run[:3], "--image", "run/frame_001.png", "-o", "run")
     refuse(2, "which is also --noise", *run, "--noise", "d/step_000_layer_00.safetensors", "-o", "new", "--dump-qkv", "d", "--dump-steps", 0)
     os.symlink("nowhere", "dangling")
@@ -155,6 +158,8 @@ def check_runs():
     os.mkdir("mine/frame_010.png")
     refuse_foreign("frame_010.png")
     os.rmdir("mine/frame_010.png")
+    with contextlib.suppress(FileNotFoundError):
+        os.remove("mine/clip.mp4")  # a run's own, where there is ffmpeg
     os.symlink("../in", "mine/clip.mp4")
     refuse_foreign("clip.mp4")
     os.remove("mine/clip.mp4")
