@@ -196,7 +196,7 @@ TEST(Schedule, DenseLayersAndSteps) {
 
 TEST(Methods, SettingsCarryTheirRow) {
   EXPECT_STREQ(Settings{}.method->name, "scope");
-  const std::set<std::string> sharing{"svg2", "svoo"}, profiled{"svoo"};
+  const std::set<std::string> sharing{"scope-paper", "svg2", "svoo"}, profiled{"svoo"};
   for (const Method& method : methods_table()) {
     EXPECT_EQ(method.settings().method, &method);
     EXPECT_EQ(method.shares_branches, sharing.contains(method.name)) << method.name;

@@ -215,7 +215,7 @@ TEST(VideoOnCpu, BranchesShareStatesAsTheirMethodSays) {
     // Where no clustering starts from another (svoo), the steps that reuse one show whose it was.
     EXPECT_EQ(latents[0] == latents[1], !warms && request.settings.reuse_interval == 1);
   }
-  EXPECT_EQ(sharing, "svg2 svoo ");
+  EXPECT_EQ(sharing, "scope-paper svg2 svoo ");
 }
 
 TEST(VideoOnCpu, WatchedTensorsAreWhatAttentionTakes) {

@@ -48,6 +48,7 @@ constexpr Method kTable[] = {
      .defaults = [] { return Settings{}; }},
     {.name = "scope-paper",
      .help = "SCOPE with the paper's settings: 300 groups, 333 codes per subspace, 50 full first iterations",
+     .shares_branches = true,  // "the same implementation as SVG2"
      .apply_model = scope_model,
      .defaults = [] { return Settings{.groups = 300, .codes = 333, .first_sample = 1.0, .alpha_first = true}; }},
     {.name = "scope-exact",
