@@ -239,9 +239,15 @@ TEST_P(CApi, SettingsThatDoNothingAreRefused) {
   scope_plan* plan = nullptr;
   EXPECT_EQ(scope_plan_create(on.handle(), method.handle(), &shape, &plan), SCOPE_ERROR_INVALID_ARGUMENT);
   EXPECT_TRUE(error_names("density: got 0.3, which would do nothing: rule is online; target_density")) << scope_last_error();
-  method.set("rule", "fixed");
+  method.set_default("density", "0.4");  // the host's own, in the place of its user's
+  EXPECT_EQ(method.get("density"), "0.4");
   EXPECT_EQ(scope_plan_create(on.handle(), method.handle(), &shape, &plan), SCOPE_OK) << scope_last_error();
   scope_plan_destroy(plan);
+  method.set("density", "0.3").set("rule", "fixed");
+  EXPECT_EQ(scope_plan_create(on.handle(), method.handle(), &shape, &plan), SCOPE_OK) << scope_last_error();
+  scope_plan_destroy(plan);
+  EXPECT_EQ(scope_method_set_default(method.handle(), "densitys", "1"), SCOPE_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(scope_method_set_default(nullptr, "density", "1"), SCOPE_ERROR_INVALID_ARGUMENT);
 }
 
 TEST_P(CApi, ErrorsNameTheArgumentAndLeaveHandlesUsable) {

@@ -112,6 +112,8 @@ SCOPE_API void scope_method_destroy(scope_method* method);
 /* One setting by name, for example ("rho", "0.9"); `scope methods` and docs/settings.md list them. scope_plan_create refuses
  * one that would do nothing because of another setting. */
 SCOPE_API scope_status scope_method_set(scope_method* method, const char* name, const char* value);
+/* The same for a value that a program chose and not its user: it is never refused for doing nothing. */
+SCOPE_API scope_status scope_method_set_default(scope_method* method, const char* name, const char* value);
 /* The value as text with its terminator into buffer; *needed gets the length of both. A buffer of NULL and 0 only asks for
  * the length; one that is too small is refused and left alone. */
 SCOPE_API scope_status scope_method_get(const scope_method* method, const char* name, char* buffer, size_t capacity,

@@ -69,6 +69,10 @@ class Method {
     check(scope_method_set(handle(), name.c_str(), value.c_str()));
     return *this;
   }
+  Method& set_default(const std::string& name, const std::string& value) {
+    check(scope_method_set_default(handle(), name.c_str(), value.c_str()));
+    return *this;
+  }
   Method& model(const std::string& name) {
     check(scope_method_apply_model(handle(), name.c_str()));
     return *this;

@@ -163,7 +163,7 @@ class Run:
 
     def __init__(self, video: Video, method: str, target_density: float, min_tokens: int, strict: bool, settings: dict[str, str]):
         self.video, self.method, self.min_tokens, self.strict = video, method, min_tokens, strict
-        self.settings = {"state_dtype": "bf16", **settings}
+        self.settings = {"state_dtype?": "bf16", **settings}  # "?": ours, and not refused where it does nothing
         if target_density > 0 and method != "dense":
             self.settings["target_density"] = target_density
         row = next(row for row in scope_attn.methods() if row.name == method)
@@ -189,7 +189,7 @@ class Run:
         key = shape, dtype, device, steps <= FEW_STEPS
         if key not in self.plans:
             batch, heads, tokens, dim = shape
-            settings = {"dense_steps": 0, **self.settings} if steps <= FEW_STEPS else self.settings
+            settings = {"dense_steps?": 0, **self.settings} if steps <= FEW_STEPS else self.settings
             self.plans[key] = scope_attn.Plan(
                 batch=batch, heads=heads, q_tokens=tokens, k_tokens=tokens, dim=dim, dtype=dtype, rope=self.video.rope,
                 dense_queries=self.video.joint, method=self.method, model=self.video.row.name, device=device, **settings)

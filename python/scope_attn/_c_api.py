@@ -93,6 +93,7 @@ def prototypes():
         ("method_create", STATUS, [text, made]),
         ("method_destroy", None, [handle]),
         ("method_set", STATUS, [handle, text, text]),
+        ("method_set_default", STATUS, [handle, text, text]),
         ("method_get", STATUS, [handle, text, c.c_void_p, c.c_size_t, p(c.c_size_t)]),
         ("method_apply_model", STATUS, [handle, text]),
         ("setting_at", STATUS, [i32, p(SettingInfo)]),
@@ -269,7 +270,9 @@ class Method:
         if model is not None:
             libscope.method_apply_model(self.handle, model.encode())
         for setting, value in (settings or {}).items():
-            libscope.method_set(self.handle, setting.encode(), str(value).encode())
+            # A host's own choice ends with "?": it is not refused where it does nothing, as its user's would be.
+            set_it = libscope.method_set_default if setting.endswith("?") else libscope.method_set
+            set_it(self.handle, setting.rstrip("?").encode(), str(value).encode())
 
     def get(self, name):
         """A setting, as text."""

@@ -190,7 +190,8 @@ class Run(Enabled):
         transformer = next(iter(transformers_of(pipe).values()))
         self.parameters = list(inspect.signature(type(transformer).forward).parameters)[1:]  # of a pass, in order
         self.texts = tuple(f"{name}={text_of(value)}" for name, value in settings.items())
-        self.settings, self.min_tokens, self.strict, self.shares_rho = settings, min_tokens, strict, shares_rho
+        self.settings = {name.rstrip("?"): value for name, value in settings.items()}
+        self.min_tokens, self.strict, self.shares_rho = min_tokens, strict, shares_rho
         self.shares_branches = any(row.name == method and row.shares_branches for row in _functions.methods())
         self.experts: list[Expert] = []
         self.hooks: list[Any] = []
@@ -505,12 +506,12 @@ def enable(pipe, method, target_density, min_tokens, strict, model, settings):
                 raise TypeError(f"pipe.{name}: layer {layer} has a {kind}, expected a {' or '.join(family.processors)}")
             if not family.processors and not hasattr(attn.processor, "_attention_backend"):
                 raise TypeError(f"pipe.{name}: layer {layer} has a {kind}, expected a processor that attends through diffusers' backends")
-    settings = {"state_dtype": "bf16", **settings}
+    settings = {"state_dtype?": "bf16", **settings}
     own = next(setting.default for setting in _functions.settings(method) if setting.name == "target_density")  # a preset's
     if target_density is not None:
         settings["target_density"] = target_density
     elif own != "none":
-        settings.setdefault("target_density", own)
+        settings.setdefault("target_density?", own)  # so that the receipt says it
     model = model or row_of(pipe, family, some, rope, 1 + max(family.depths_of(some)))
     heads, dim = some.config.num_attention_heads, some.config.attention_head_dim
     plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, method=method, model=model, **ranges_of(rope),

@@ -105,12 +105,13 @@ def forward(self: Any, query: Any, key: Any, value: Any, attn_metadata: Any) -> 
     if self.layer_idx < attn_metadata.first_layers_fp or attn_metadata.current_timestep > attn_metadata.first_times_fp:
         if attn_metadata.zero_step_kmeans_init:
             from . import _torch
-            settings = dict(dense_layers=0, dense_steps=1, warm_prefix=True, **self.settings)
+            settings = {"dense_layers?": 0, "dense_steps?": 1, "warm_prefix?": True, **self.settings}
             plan = plan_for(_torch, query, key, True, bits is not None, self.method, self.row.name, self.row.rope,
                             [f"{name}={text_of(setting)}" for name, setting in settings.items()])
             if plan.clusters(step=0, steps=1):  # method dense does not
                 plan.cluster(query, key, step=0, steps=1, **call)
         q, k, v = (x.transpose(1, 2) for x in (query, key[:, :length], value[:, :length]))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=self.softmax_scale or None).transpose(1, 2).contiguous()
-    return attention(query, key, value, rope=self.row.rope, method=self.method, model=self.row.name, dense_layers=0,
-                     dense_steps=0, warm_prefix=False, **call, **self.settings).contiguous()
+    schedule = {"dense_layers?": 0, "dense_steps?": 0, "warm_prefix?": False}  # sglang's
+    return attention(query, key, value, rope=self.row.rope, method=self.method, model=self.row.name, **call, **schedule,
+                     **self.settings).contiguous()

@@ -240,6 +240,16 @@ scope_status scope_method_set(scope_method* method, const char* name, const char
   });
 }
 
+scope_status scope_method_set_default(scope_method* method, const char* name, const char* value) {
+  return guarded([&] {
+    need(method, "method");
+    need(name, "name");
+    need(value, "value");
+    scope::set_setting(method->settings, name, value);
+    method->given.erase(name);
+  });
+}
+
 scope_status scope_method_get(const scope_method* method, const char* name, char* buffer, size_t capacity, size_t* needed) {
   return guarded([&] {
     need(method, "method");
