@@ -123,7 +123,7 @@ class Ablation {
       make_request(seed, parse_method("dense", ""));
     }
     for (size_t i = 0; i < choosing_.size(); ++i) make_choosing_request(i, parse_method("dense", ""));
-    found_.clips = std::ssize(clips_);
+    found_.clips = std::min(options_.seeds, std::ssize(clips_));
     if (!options_.resume.empty()) take_seeds(found_, options_.resume, about(), context_);
     if (found_.finished()) return;
     const auto engine = make_engine(context_, found_.compute);

@@ -70,7 +70,8 @@ void print_notes(const Findings& found) {
     fmt::print("{} at {}: {} {}{}, density {:.4f} on the choosing videos", row.variant, row.point, by.control, by.value,
                by.alpha < 0 ? "" : fmt::format(" and alpha {}", by.alpha), by.density);
     if (std::abs(density - row.point) > kRunTolerance * row.point) {
-      fmt::print("; {:.4f} here is the nearest: thresholds beside it give {:.4f} and {:.4f}", density, by.below, by.above);
+      fmt::print(" and {:.4f} on these, {:.1f} % off; there the nearest thresholds that were tried gave {:.4f} and {:.4f}",
+                 density, 100 * std::abs(density - row.point) / row.point, by.below, by.above);
     }
     fmt::print("\n");
   }
