@@ -1,6 +1,5 @@
 # The two commands of the README, and what developers run besides.
 JOBS ?= $(shell nproc)
-BACKEND ?= cpu
 
 .PHONY: demo test wheel report format install clean
 
@@ -23,11 +22,12 @@ wheel:  ## the Python package with the library in it, into dist/; with CUDA, for
 	@rm -rf build/wheels && build/wheel_tools/bin/pip wheel -q --no-deps -w build/wheels .
 	@PATH="$(CURDIR)/build/wheel_tools/bin:$$PATH" auditwheel repair -w dist build/wheels/scope_attn-*.whl
 
-report:  ## the paper's ablations by whole videos, into docs/video_report.md: BACKEND=cuda minutes, BACKEND=cpu hours (it says how many)
+report:  ## whole videos of every variant on a GPU, into docs/fidelity.md and docs/video_report.md; CLIPS_WAN=FOLDER adds a second model
 	@tools/bootstrap.sh test
-	@cmake --preset $(if $(filter cuda,$(BACKEND)),cuda,release) >/dev/null
-	@cmake --build build/$(if $(filter cuda,$(BACKEND)),cuda,release) -j $(JOBS) --target scope_command
-	@tools/report.sh build/$(if $(filter cuda,$(BACKEND)),cuda,release)/bin/scope $(BACKEND)
+	@cmake --preset cuda >/dev/null
+	@cmake --build build/cuda -j $(JOBS) --target scope scope_command
+	@tools/measure_gpu.sh videos
+	@bench/report.py
 
 format:
 	@git ls-files '*.cpp' '*.h' '*.hpp' '*.c' '*.cu' '*.cuh' | xargs clang-format-14 -i

@@ -23,8 +23,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "python" / "scope_attn"))
 sys.path.insert(0, str(ROOT / "tools" / "tiny_video"))
 import _c_api as api  # noqa: E402
+import provenance  # noqa: E402
 
 STAGES = ("group", "encode", "score", "select", "attend")
+VIDEO_HEADS = 12  # the bundled model's: 2 in each of 6 layers
 METHODS = ("scope", "scope-paper", "scope-exact", "scope-mean", "svg2", "svg2:first_sample=0.1", "sparge")  # settings as in `scope compare`
 
 
@@ -81,6 +83,7 @@ def video_model(grid, heads):
         sample(net, latent, tokens, noise_for([seed], latent.shape[1:], "cuda"), 20, capture)
     except Enough:
         pass
+    assert sum(layer[0].shape[1] for layer in capture.layers) == VIDEO_HEADS
     return tuple(repeat_heads(torch.cat([layer[i] for layer in capture.layers], 1).bfloat16(), heads) for i in range(3))
 
 
@@ -177,12 +180,12 @@ def padding(scope, rows):
     return ((torch.ceil(sizes / rows) * rows * counts).sum() / (sizes * counts).sum()).item()
 
 
-def compare(libscope, name, tensors, rope, densities, options, text=0, long=True, methods=()):
+def compare(libscope, name, tensors, different_heads, rope, densities, options, text=0, long=True, methods=()):
     """Every variant of `scope` at each density; with `methods`, those instead, each solved for the density."""
     q, k, v = tensors
     heads, tokens, dim = q.shape[1:]
     flop = 4 * heads * tokens * tokens * dim
-    result = {"name": name, "heads": heads, "tokens": tokens, "text": text, "dim": dim, "rope": rope, "rows": []}
+    result = {"name": name, "heads": heads, "different_heads": different_heads, "tokens": tokens, "text": text, "dim": dim, "rope": rope, "rows": []}
     print(f"\n{name}: {heads} heads x {tokens} tokens ({text} of text) x {dim}, {q.dtype}", flush=True)
     print(f"{'':34} {'density':>8} {'total':>8} {'/cuDNN':>7} " + " ".join(f"{s:>7}" for s in STAGES) +
           f" {'other':>6} {'TFLOP/s':>8} {'recall':>7} {'error':>7}")
@@ -278,46 +281,43 @@ def main():
                             capture_output=True, text=True).stdout.strip()
     result = {"machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
                           "driver, max SM, SM, memory clocks": clocks},
-              "commit": options.commit, "repeat": options.repeat, "dtype": "bf16", "cases": [], "sweep": [], "methods": []}
+              "commit": options.commit, "finished": False, "parts": options.parts, "densities": densities, "repeat": options.repeat,
+              "dtype": "bf16", "cases": [], "sweep": [], "methods": []}
+    begun = provenance.load(options.json, options.commit) if options.json else {}
+    if begun.get("finished") is False and all(begun[key] == result[key] for key in ("parts", "densities", "repeat")):
+        result = begun  # what was measured before it was stopped stays
+
+    def add(part, name, make_tensors, different_heads, *arguments, **keywords):
+        """A case, unless it is there. The result is written after each."""
+        if all(case["name"] != name for case in result[part]):
+            result[part].append(compare(libscope, name, make_tensors(), different_heads, *arguments, options, **keywords))
+            save()
 
     def save():
         if options.json:
-            pathlib.Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+            provenance.save(options.json, result)
 
-    wan, wan_rope = (21, 45, 80), (44, 42, 42)
+    wan, wan_rope, hunyuan_rope, rope_64 = (21, 45, 80), (44, 42, 42), (16, 56, 56), (24, 20, 20)
+    wan_synthetic = lambda: synthetic(options.command, wan, wan_rope, 40, 8)
     parts = options.parts.split(",")
     if "video" in parts:
-        result["cases"].append(compare(libscope, "video model, Wan 720p", video_model(wan, 40), wan_rope, densities, options))
-        save()
+        add("cases", "video model, Wan 720p", lambda: video_model(wan, 40), VIDEO_HEADS, wan_rope, densities)
     if "synthetic" in parts:
-        tensors = synthetic(options.command, wan, wan_rope, 40, 8)
-        result["cases"].append(compare(libscope, "synthetic, Wan 720p", tensors, wan_rope, densities, options))
-        save()
-        del tensors
+        add("cases", "synthetic, Wan 720p", wan_synthetic, 8, wan_rope, densities)
     if "hunyuan" in parts:
-        tensors = with_text(synthetic(options.command, (33, 45, 80), (16, 56, 56), 24, 6), 256)
-        result["cases"].append(compare(libscope, "synthetic, HunyuanVideo 720p", tensors, (16, 56, 56), densities, options, text=256))
-        save()
-        del tensors
+        add("cases", "synthetic, HunyuanVideo 720p", lambda: with_text(synthetic(options.command, (33, 45, 80), hunyuan_rope, 24, 6), 256), 6,
+            hunyuan_rope, densities, text=256)
     if "dim64" in parts:
-        rope = (24, 20, 20)
-        tensors = synthetic(options.command, wan, rope, 40, 8)
-        result["cases"].append(compare(libscope, "synthetic, 21x45x80, dim 64", tensors, rope, densities, options))
-        save()
-        del tensors
+        add("cases", "synthetic, 21x45x80, dim 64", lambda: synthetic(options.command, wan, rope_64, 40, 8), 8, rope_64, densities)
     if "sweep" in parts:
         for grid in ((5, 20, 20), (10, 20, 40), (16, 32, 32), (21, 30, 52), (21, 45, 80)):
-            tensors = synthetic(options.command, grid, wan_rope, 40, 8)
-            name = f"synthetic, {'x'.join(map(str, grid))}"
-            result["sweep"].append(compare(libscope, name, tensors, wan_rope, [0.05, 0.1, 0.2, 0.3, 0.5], options, long=False))
-            save()
+            add("sweep", f"synthetic, {'x'.join(map(str, grid))}", lambda: synthetic(options.command, grid, wan_rope, 40, 8), 8, wan_rope,
+                [0.05, 0.1, 0.2, 0.3, 0.5], long=False)
     if "methods" in parts:
-        for name, tensors in (("video model, Wan 720p", lambda: video_model(wan, 40)),
-                              ("synthetic, Wan 720p", lambda: synthetic(options.command, wan, wan_rope, 40, 8))):
-            result["methods"].append(compare(libscope, name, tensors(), wan_rope, densities, options, long=False, methods=METHODS))
-            save()
-    print("\nclocks after the run:", subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu",
-                                                     "--format=csv,noheader"], capture_output=True, text=True).stdout.strip())
+        for name, tensors, heads in (("video model, Wan 720p", lambda: video_model(wan, 40), VIDEO_HEADS), ("synthetic, Wan 720p", wan_synthetic, 8)):
+            add("methods", name, tensors, heads, wan_rope, densities, long=False, methods=METHODS)
+    result["finished"] = True
+    save()
 
 
 if __name__ == "__main__":

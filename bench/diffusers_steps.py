@@ -1,17 +1,17 @@
 r"""Times passes of diffusers' transformers in the shapes of Wan2.1 14B and HunyuanVideo 13B at 720p, dense and enabled; writes JSON.
 
     SCOPE_LIBRARY=build/cuda/libscope.so PYTHONPATH=python python3 bench/diffusers_steps.py --model wan2.1-t2v-14b \
-        --json bench/results/h200_diffusers_wan.json              (about two minutes; HunyuanVideo takes about three)
+        --json bench/results/h200_diffusers_wan.json              (two minutes for Wan, three for HunyuanVideo, more with --repeat)
     … --small                                                     tiny shapes on the CPU, to see that it runs
 
 A pass is one forward of the transformer for one branch, and a step has one for each branch: two in Wan, one in HunyuanVideo. Dense
 passes are diffusers' own with cuDNN's attention; sparse ones those of scope_attn.enable: the first of a video, whose states are cold,
 and a warm one. A run is the schedule of the model's row, added up from them. Before anything is timed a pass of two layers of each
 kind runs at the same size, so that no kernel is loaded and no graph compiled inside what counts. Weights and inputs are random and
-drawn on the device. Needs PyTorch and diffusers, and no network.
+drawn on the device. Needs PyTorch and diffusers, and no network. A file of --json that is not finished, of the same commit and options,
+is gone on with.
 """
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,6 +22,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from torch._dynamo.utils import counters
 
+import provenance
 import scope_attn
 
 WARM_UP_LAYERS = 2  # of each kind: the first gets its input in another layout than the others
@@ -144,16 +145,19 @@ class Bench:
     def new_video(self):
         self.pipe.scheduler.set_timesteps(self.steps)
 
-    def case(self, mode, variant, settings, density, measured_density, dense_s, first_s, warm_s, run_s):
-        """run_s: seconds of the schedule's passes, a branch's."""
-        return dict(mode=mode, variant=variant, settings=settings, density=density, measured_density=measured_density, dense_pass_s=dense_s,
-                    first_pass_s=first_s, warm_pass_s=warm_s, run_s=self.kind.branches * run_s,
+    def case(self, mode, variant, settings, density, measured_density, repeat, dense_s, first_s, warm_s, run_s, runs_s):
+        """run_s: seconds of the schedule's passes by their medians, runs_s: by those of each repetition; a branch's."""
+        runs_s = [self.kind.branches * seconds for seconds in (run_s, min(runs_s), max(runs_s))]
+        return dict(mode=mode, variant=variant, settings=settings, density=density, measured_density=measured_density, repeat=repeat,
+                    dense_pass_s=dense_s, first_pass_s=first_s, warm_pass_s=warm_s, run_s=runs_s[0], run_range_s=runs_s[1:],
                     peak_bytes=torch.cuda.max_memory_allocated() if self.cuda else None)
 
     def dense(self, mode):
+        """The yardstick is the last mode's; another is timed once."""
         self.begin(0)
-        seconds = statistics.median(self.timed(0) for _ in range(self.options.repeat))
-        return self.case(mode, "dense", {}, None, None, seconds, None, None, self.steps * seconds)
+        passes = [self.timed(0) for _ in range(self.options.repeat if mode == self.options.modes[-1] else 1)]
+        seconds = statistics.median(passes)
+        return self.case(mode, "dense", {}, None, None, len(passes), seconds, None, None, self.steps * seconds, [self.steps * s for s in passes])
 
     def sparse_steps(self, method, settings):
         """Those in which layers beyond the dense ones attend sparsely."""
@@ -182,10 +186,10 @@ class Bench:
         receipt = scope_attn.receipt(self.pipe)
         told = receipt.settings["settings"]
         scope_attn.disable(self.pipe)
-        *dense_s, first_s, warm_s = (statistics.median(column) for column in zip(*videos))
-        run_s = len(dense) * sum(dense_s) + first_s + (len(sparse) - 1) * warm_s
+        *dense_s, first_s, warm_s = medians = [statistics.median(column) for column in zip(*videos)]
+        run = lambda passes: len(dense) * sum(passes[:-2]) + passes[-2] + (len(sparse) - 1) * passes[-1]
         return self.case(mode, variant, {"method": method, "model": self.row.name, **told}, float(told["target_density"]), receipt.density,
-                         *(dense_s or [None]), first_s, warm_s, run_s)
+                         len(videos), *(dense_s or [None]), first_s, warm_s, run(medians), [run(video) for video in videos])
 
 
 def parsed(variant):
@@ -205,7 +209,7 @@ def main():
                         help="METHOD[:NAME=VALUE[+NAME=VALUE…]], separated by commas, each with a target density")
     parser.add_argument("--mask", action="store_true", help="give attention HunyuanVideo's mask of padding, as diffusers does, though it is all ones")
     parser.add_argument("--steps", type=int, help="of the schedule that the run is added up for; without it the model's")
-    parser.add_argument("--repeat", type=int, default=1, help="medians of so many passes")
+    parser.add_argument("--repeat", type=int, default=1, help="medians of so many passes; eager dense ones beside compiled ones run once")
     parser.add_argument("--commit", default="")
     parser.add_argument("--json", help="written anew after each case")
     options = parser.parse_args()
@@ -222,9 +226,12 @@ def main():
               "grid": list(bench.grid), "tokens": bench.tokens, "text": bench.kind.text, "branches": bench.kind.branches, "steps": bench.steps,
               "dtype": str(bench.dtype).split(".")[1], "dense_attention": "cuDNN" if bench.cuda else "native", "masked": options.mask,
               "repeat": options.repeat, "cases": []}
+    begun = provenance.load(options.json, options.commit) if options.json else {}
+    if begun.get("finished") is False and all(begun.get(key) == value for key, value in result.items() if key != "cases"):
+        result["cases"] = [case for case in begun["cases"] if case["variant"] == "dense" or case["variant"] in options.variants]
 
     def add(case, dense_s):
-        """With how many times as fast the run is as this mode's dense one."""
+        """With how many times as fast the run is as this mode's dense one. The result is written after each."""
         case["times_faster"] = dense_s / case["run_s"]
         print(f"{time.perf_counter() - start:5.0f} s  " + ", ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in case.items()), flush=True)
@@ -233,18 +240,19 @@ def main():
 
     def write():
         if options.json:
-            with open(options.json, "w") as file:
-                json.dump(result, file, indent=1)
-                file.write("\n")
+            provenance.save(options.json, result)
 
     with torch.no_grad():
         for mode in options.modes:
             if mode == "compiled":
                 bench.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False, backend="inductor" if bench.cuda else "aot_eager")
-            dense = bench.dense(mode)
-            add(dense, dense["run_s"])
+            done = {case["variant"]: case for case in result["cases"] if case["mode"] == mode}
+            dense = done.get("dense") or bench.dense(mode)
+            if "dense" not in done:
+                add(dense, dense["run_s"])
             for variant in options.variants if mode == options.modes[-1] else []:
-                add(bench.enabled(mode, variant), dense["run_s"])
+                if variant not in done:
+                    add(bench.enabled(mode, variant), dense["run_s"])
     result["finished"] = True
     write()
 

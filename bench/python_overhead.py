@@ -1,6 +1,6 @@
 """What a call from Python costs besides the C call, and on a GPU that it neither copies nor waits; prints one JSON object.
 
-    SCOPE_LIBRARY=build/release/libscope.so PYTHONPATH=python python3 bench/python_overhead.py [--device cuda]
+    SCOPE_LIBRARY=build/release/libscope.so PYTHONPATH=python python3 bench/python_overhead.py [--device cuda] [--json FILE]
 
 `added_us` is everything but the C call, which is left out, `whole_us` the host's time with it. The smallest of many batches counts,
 since other work on the machine only adds to them. On a GPU 10 warm calls run under torch.profiler: any copy or wait among them,
@@ -8,6 +8,7 @@ or a profiler that does not see a deliberate one, is an error.
 """
 import argparse
 import json
+import pathlib
 import platform
 import sys
 import time
@@ -19,6 +20,7 @@ from scope_attn import _c_api
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device", default="cpu")
+parser.add_argument("--json", type=pathlib.Path, help="write the object here too")
 options = parser.parse_args()
 on_gpu = options.device.startswith("cuda")
 settings = dict(rope=(24, 20, 20), target_density=0.25)
@@ -110,4 +112,6 @@ _c_api.library().run = lambda *arguments: None
 found["added_us"] = {name: smallest(call) for name, call in ways.items()}
 found["wrong"] = wrong
 print(json.dumps(found))
+if options.json and not wrong:
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
 sys.exit(bool(wrong))

@@ -1,6 +1,7 @@
-"""The tables of docs/real_scale.md: a model's passes in the native runner beside those in diffusers; bench/report.py writes them."""
+"""Whole models: the tables of docs/real_scale.md and docs/diffusers.md and the README's first figures; bench/report.py writes them."""
 import sys
 
+import provenance
 from video_report import replace
 
 MODELS = {"wan": ("h200_steps_wan.json", "h200_diffusers_wan.json"), "hunyuan": ("h200_steps_hunyuan.json", "h200_diffusers_hunyuan.json")}
@@ -23,10 +24,14 @@ def line(host, case, compiled_s):
                               *(seconds(parts.get(part)) for part in PARTS), f"{case['run_s']:,.0f}", over, peak)) + " |"
 
 
+def repeats(data):
+    return f"medians of {data['repeat']}" if data["repeat"] > 1 else "one run of each pass"
+
+
 def source(name, data):
     machine = data["machine"]
     packages = "".join(f", {title} {machine[key]}" for key, title in (("torch", "PyTorch"), ("diffusers", "diffusers")) if key in machine)
-    return f"`bench/results/{name}`, commit `{data['commit'][:10]}`, {machine['gpu']}{packages}, medians of {data['repeat']}"
+    return f"`bench/results/{name}`, commit `{data['commit'][:10]}`, {machine['gpu']}{provenance.words(data)}{packages}, {repeats(data)}"
 
 
 def section(load, names):
@@ -66,3 +71,49 @@ def page(load, text):
     for part, names in MODELS.items():
         text = replace(text, part, section(load, names))
     return text
+
+
+def compiled_case(data, variant):
+    return next(case for case in data["cases"] if case["mode"] == "compiled" and case["variant"] == variant)
+
+
+def faster(data, variant):
+    """How many times as fast as the compiled dense run, with the spread over repetitions where there are some."""
+    dense, case = compiled_case(data, "dense"), compiled_case(data, variant)
+    spread = ""
+    if data["repeat"] > 1:
+        low, high = (dense["run_s"] / case["run_range_s"][i] for i in (1, 0))
+        spread = f" ({low:.2f} to {high:.2f})"
+    return f"{dense['run_s'] / case['run_s']:.2f}{spread}"
+
+
+def headline(load):
+    """The README's first figures: whole models in diffusers."""
+    wan, hunyuan = (load(f"h200_diffusers_{name}.json") for name in MODELS)
+    paper = "scope:target_density=0.2"
+    return f"""In diffusers it is one line, `scope_attn.enable(pipe, "fast")`. How much faster transformers of two models' shapes then run their 720p schedules on an H200:
+
+| times as fast as compiled dense attention | Wan2.1 14B | HunyuanVideo 13B |
+|---|---|---|
+| preset `fast`: density 0.18, nothing dense | **{faster(wan, 'fast')}** | **{faster(hunyuan, 'fast')}** |
+| `scope` at density 0.20 after the model's dense steps | {faster(wan, paper)} | {faster(hunyuan, paper)} |
+
+Dense attention is cuDNN's. All {wan['layers']} and {hunyuan['layers']} layers ran with random weights, {repeats(wan)}, added up over the schedule; text encoding and the VAE are left out ([docs/real_scale.md](docs/real_scale.md)). How near to dense videos stay was judged on two small models: [docs/fidelity.md](docs/fidelity.md).
+"""
+
+
+def diffusers(load):
+    """docs/diffusers.md: dense passes and enabled ones."""
+    lines = ["| | density | dense pass, s | first sparse pass | warm sparse pass | whole run, s | times as fast as compiled dense |", "|---" * 7 + "|"]
+    sources = []
+    for name, title in (("wan", "Wan2.1 14B"), ("hunyuan", "HunyuanVideo 13B")):
+        data = load(f"h200_diffusers_{name}.json")
+        compiled_s = compiled_case(data, "dense")["run_s"]
+        for case in data["cases"]:
+            density = "1" if case["measured_density"] is None else f"{case['measured_density']:.2f}"
+            lines.append(f"| {title}, {case['mode']}, `{case['variant']}` | {density} | " +
+                         " | ".join(seconds(case[f"{which}_pass_s"]) for which in ("dense", "first", "warm")) +
+                         f" | {case['run_s']:,.0f} | **{compiled_s / case['run_s']:.2f}×** |")
+        sources.append(source(f"h200_diffusers_{name}.json", data))
+    return "\n".join([*lines, "", "A pass is one forward of the whole transformer with random weights for one branch, and a run the model's 50 steps added up from "
+                      "passes. Dense attention is cuDNN's. What the passes consist of: [real_scale.md](real_scale.md).", "", f"Source: {'; '.join(sources)}.", ""])

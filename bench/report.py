@@ -1,24 +1,31 @@
 #!/usr/bin/env python3
-"""Writes docs/benchmarks*.md, docs/when_it_pays.md, the tables of README.md, docs/video_report.md and docs/real_scale.md, and the charts from bench/results/*.json.
+"""Writes docs/benchmarks*.md, docs/when_it_pays.md, the tables of README.md and of other pages, and the charts from bench/results/*.json.
 
-    bench/report.py           write them
-    bench/report.py --check   fail if what is committed is not what the JSON says
+    bench/report.py                     write them
+    bench/report.py --check             fail if what is committed is not what the JSON says; list results that are stale
+    bench/report.py --check --release   fail as well if a result is stale, or cannot be checked (bench/staleness.py says what that is)
 """
 import json
 import pathlib
 import sys
 
+import provenance
 import real_scale
+import staleness
 import video_report
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 
 
+loaded = {}  # what the pages show
+
+
 def load(name):
     data = json.loads((RESULTS / name).read_text())
     if not data.get("finished", True):
         sys.exit(f"bench/results/{name} is unfinished: it was stopped before its last case or seed")
+    loaded[name] = data
     return data
 
 
@@ -58,6 +65,8 @@ def settings_line(case, counts=True):
     r = row(case, "warm")
     s = r["settings"]
     s.setdefault("target_scope", "head")  # what there was before the setting
+    if counts and float(s["alpha"]) > float(s["density"]) / 2:
+        s["alpha"] = f"{float(s['density']) / 2:g} (lowered from {s['alpha']} to half of the density)"
     keep = ("rule", "target_scope", "alpha", "proxy", "partition", "iterations", "first_iterations", "first_sample", "seed")
     sizes = f"groups {r['groups']}, codes {r['codes']}, density {s['density']}, " if counts else ""
     return (f"Settings: {sizes}" + ", ".join(f"{k} {s[k]}" for k in keep) +
@@ -177,7 +186,14 @@ COLOURS = {"group": "#4e79a7", "encode": "#59a14f", "score": "#edc948", "select"
 def gpu_source(name, data):
     m = data["machine"]
     return (f"Source: `bench/results/{name}`, commit `{data['commit'][:10]}`, {m['gpu']} (driver, highest SM clock, clocks at the start: "
-            f"{m['driver, max SM, SM, memory clocks']}), PyTorch {m['torch']}, cuDNN {m['cudnn']}; medians of {data['repeat']} runs.\n")
+            f"{m['driver, max SM, SM, memory clocks']}){provenance.words(data)}, PyTorch {m['torch']}, cuDNN {m['cudnn']}; medians of {data['repeat']} runs.\n")
+
+
+def gpu_name(case):
+    """Whose heads they are: fewer than a large model has, repeated to its number."""
+    kind, _, shape = case["name"].partition(", ")
+    different = case.get("different_heads", 12 if kind == "video model" else 6 if "Hunyuan" in shape else 8)
+    return f"{different} {'heads of tiny-wan' if kind == 'video model' else 'synthetic heads'} repeated, {shape}"
 
 
 def gpu_case(case):
@@ -187,11 +203,13 @@ def gpu_case(case):
 
 def gpu_table(case):
     lines = ["| | density | ms | ÷ cuDNN | " + " | ".join(STAGES) + " | attend, TFLOP/s | mass recall | error |", "|---" * 13 + "|"]
+    scope = next(r for r in case["rows"] if "settings" in r).get("target_scope", "head")
     for r in case["rows"]:
         s = r["stages_ms"]
         cells = " | ".join(f"{max(s[k], 0):.2f}" for k in STAGES) if s else " | ".join("" for _ in STAGES)
+        other = f", `target_scope={r['target_scope']}`" if r.get("target_scope", scope) != scope else ""
         recall = f"{r['mass_recall']:.4f} | {r['error']:.4f}" if "mass_recall" in r else " | "
-        lines.append(f"| {r['name']} | {r['density']:.4f} | {r['ms']:.1f} | **{r['ratio']:.3f}** | {cells} | {r['attend_tflops']:.0f} | {recall} |")
+        lines.append(f"| {r['name']}{other} | {r['density']:.4f} | {r['ms']:.1f} | **{r['ratio']:.3f}** | {cells} | {r['attend_tflops']:.0f} | {recall} |")
         if r.get("first_ms"):
             lines.append(f"| its first call | | {r['first_ms']:.1f} | {r['first_ms'] / case['rows'][0]['ms']:.3f} |" + " |" * 9)
     return "\n".join(lines)
@@ -205,7 +223,7 @@ def gpu_methods(name, data):
     """The methods side by side, each solved for the density inside the call."""
     text = []
     for case in data["methods"]:
-        text += [f"## Methods at matched density, {case['name']}: {gpu_case(case)}\n",
+        text += [f"## Methods at matched density, {gpu_name(case)}: {gpu_case(case)}\n",
                  "| method | density | ms | ÷ cuDNN | before attend | " + " | ".join(STAGES) + " | first call, ms | workspace, MiB | mass recall | error |",
                  "|---" * 15 + "|"]
         for r in case["rows"]:
@@ -233,13 +251,14 @@ def gpu_rivals(name, data):
         text.append(f"| {r['name']} | {r['settings']} | {r['density']:g} | {r['ms']} | **{r['ratio']:g}** | {r['error']:g} | {r['where']} |")
     low, high = data["cudnn_ms"]
     text += [f"\nMeasured apart from the tables above, {data['method']}. Tensors: {data['tensors']}; cuDNN {low}–{high} ms; error: {data['error']}. No schedule: SpargeAttn's authors have "
-             "no dense steps and no dense layer, and single calls have none. Rows of ours are of the same day: today's kernels stand in the tables above.\n"]
+             f"no dense steps and no dense layer, and single calls have none. Rows of ours are of the same day: today's kernels stand in the tables above.\n\n"
+             f"**Written by hand, {data['date']}:** {data['source']}.\n"]
     videos = data["videos"]
     text += ["| whole videos | clips | " + " | ".join(f"density {d:.2f}" for d in videos["densities"]) + " |", "|---" * (2 + len(videos["densities"])) + "|"]
     for r in videos["rows"]:
         text.append(f"| {r['name']} | {r['clips']} | " + " | ".join("" if x is None else f"{x:g} dB" for x in r["psnr"]) + " |")
-    text += [f"\n{videos['settings'][0].upper()}{videos['settings'][1:]}. Means over 8 and over 3 clips do not compare to a tenth.\n",
-             f"Source: `bench/results/{name}`, {data['gpu']}.\n"]
+    text += [f"\n{videos['settings'][0].upper()}{videos['settings'][1:]}. Means over 8 and over 3 clips do not compare to a tenth. How these densities were met was not recorded.\n",
+             f"Source: `bench/results/{name}`, written by hand, {data['date']}, {data['gpu']}.\n"]
     return text
 
 
@@ -251,9 +270,9 @@ def gpu_benchmarks(name, data):
             "alone (4 · dim · kept pairs); *mass recall* and *error* are measured against f32 on 64 queries of 8 heads; times of stages are in ms.\n"]
     for case in data["cases"]:
         sparse = next(r for r in case["rows"] if "settings" in r)
-        text += [f"## {case['name']}: {gpu_case(case)}\n", gpu_table(case), "",
+        text += [f"## {gpu_name(case)}: {gpu_case(case)}\n", gpu_table(case), "",
                  f"Settings: groups {sparse['groups']}, codes 3 × {sparse['codes']}, partition rope {case['rope']}, iterations 2, first_iterations 50, "
-                 f"first_sample 0.1, alpha 0.1 (lowered to half of the density), target_scope {sparse.get('target_scope', 'head')}, {data['dtype']}; workspace {sparse['workspace_bytes'] / 2**20:.0f} MiB. "
+                 f"first_sample 0.1, alpha 0.1 (lowered to half of the density), target_scope {sparse.get('target_scope', 'head')} unless a row says otherwise, {data['dtype']}; workspace {sparse['workspace_bytes'] / 2**20:.0f} MiB. "
                  f"Groups padded to whole tiles would do {sparse['padding_64']:.2f} times the useful work at 64 rows and {sparse['padding_128']:.2f} at 128.\n"]
     text.append(gpu_source(name, data))
     text += gpu_methods("h200_methods.json", load("h200_methods.json")) + gpu_rivals("h200_rivals.json", load("h200_rivals.json"))
@@ -290,18 +309,19 @@ def densities_of(rows):
 
 
 def gpu_readme(data):
-    lines = ["| on an NVIDIA H200, bf16, whole warm calls: time ÷ cuDNN dense | `scope` | `scope-mean` | that is, times faster than cuDNN, FlashAttention-2 |", "|---|---|---|---|"]
+    lines = ["| single attention calls on an NVIDIA H200, bf16, warm: share of cuDNN's dense time (smaller is faster); whose heads | `scope` | `scope-mean` | "
+             "`scope-mean` is times as fast as cuDNN, FlashAttention-2 |", "|---|---|---|---|"]
     for case in data["cases"]:
         flash = next(r for r in case["rows"] if r["name"] == "PyTorch FlashAttention-2")["ms"]
         ours = {(r["name"].split(",")[0], r["settings"]["density"]): r for r in case["rows"] if r["name"] in ("scope, rule=target", "scope-mean, rule=target")}
         for density in dict.fromkeys(density for _, density in ours):
             mean = ours["scope-mean", density]
-            lines.append(f"| {case['name']}, {case['heads']} heads × {case['tokens']:,}, density {density:.2f} | {ours['scope', density]['ratio']:.3f} | "
+            lines.append(f"| {gpu_name(case)}, {case['heads']} heads × {case['tokens']:,}, density {density:.2f} | {ours['scope', density]['ratio']:.3f} | "
                          f"**{mean['ratio']:.3f}** | {1 / mean['ratio']:.1f}×, {flash / mean['ms']:.1f}× |")
     first = data["cases"][0]["rows"]
     ratio = lambda name: " / ".join(f"{r['ratio']:.3f}" for r in first if r["name"] == name)
     return "\n".join(lines) + (
-        f"\n\n300 groups. Dense attention by our kernel takes {ratio('dense, wgmma')} of cuDNN's time. With queries and keys multiplied in 8 bits (`products=qk8`) dense attention takes "
+        f"\n\nQueries form 300 groups; each group shares one list of keys. Dense attention by our kernel takes {ratio('dense, wgmma')} of cuDNN's time. With queries and keys multiplied in 8 bits (`products=qk8`) dense attention takes "
         f"{ratio('dense, qk8')} and `scope-mean` {ratio('scope-mean, target, qk8')} at densities {' / '.join(f'{d:.2f}' for d in densities_of(first))}, at "
         "[no loss that videos show](docs/fidelity.md#8-bit-products). Every row, stage and setting: [docs/benchmarks_gpu.md](docs/benchmarks_gpu.md).\n\n")
 
@@ -311,7 +331,7 @@ def gpu_chart(data):
     width, bar, gap, left, y = 960, 22, 6, 330, 30
     parts = []
     for case in data["cases"]:
-        parts.append(f'<text x="12" y="{y}" font-weight="bold">{case["name"]}: {gpu_case(case)}</text>')
+        parts.append(f'<text x="12" y="{y}" font-weight="bold">{gpu_name(case)}: {gpu_case(case)}</text>')
         y += 12
         scale = (width - left - 190) / max(r["ms"] for r in case["rows"] if r["name"] != "dense, portable")
         for r in case["rows"]:
@@ -334,48 +354,41 @@ def gpu_chart(data):
             'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>' + "".join(parts) + "</svg>\n")
 
 
-def diffusers(name, data):
-    """Steps and whole schedules of diffusers' Wan transformer, dense and enabled."""
-    lines = ["| | density | dense step, s | first sparse step | warm sparse step | a warm call, ms | whole schedule over compiled dense | over eager dense |", "|---" * 8 + "|"]
-    dense = {case["mode"]: case["step_ms"] for case in data["cases"] if case["density"] is None}
-    seconds = lambda value: f"{value / 1e3:.2f}"
-    for case in data["cases"]:
-        if case["density"] is None:
-            lines.append(f"| {case['mode']} | 1 | {seconds(case['step_ms'])} | | | | {dense['compiled'] / case['step_ms']:.2f}× | {dense['eager'] / case['step_ms']:.2f}× |")
-            continue
-        over = [f"{data['steps'] * dense[mode] / case['schedule_ms']:.2f}×" for mode in ("compiled", "eager")]
-        lines.append(f"| {case['mode']}, `{data['settings']['method']}` | {case['density']:g} | {seconds(case['dense_step_ms'])} | {seconds(case['first_step_ms'])} | {seconds(case['warm_step_ms'])} | "
-                     f"{case['warm_call_ms']:.1f} | **{over[0]}** | {over[1]} |")
-    return "\n".join(lines) + (f"\n\nA step is a pass for each of {data['branches']} branches; the schedule has {data['steps']} steps, the first {100 * data['dense_steps']:g} % and layer 0 dense, the first sparse call of every layer in it. Measured with "
-                              f"{data['layers_run']} of {data['layers']} layers and scaled by layers; {data['heads']} heads × 128 at {'×'.join(map(str, data['grid']))}, random weights, {data['dtype']}, medians of {data['repeat']}. Dense attention is "
-                              f"{data['dense_backend']}'s. Source: `bench/results/{name}`, commit `{data['commit'][:10]}`, {data['machine']['device']}, PyTorch {data['machine']['torch']}, diffusers {data['machine']['diffusers']}.\n")
-
-
 def outputs():
     f32, bf16, sweep, torch_data = (load(f"cpu_{n}.json") for n in ("suite_f32", "suite_bf16", "sweep", "pytorch"))
     readme = (ROOT / "README.md").read_text()
     begin, end = "<!-- benchmarks: generated by bench/report.py -->\n", "\n<!-- end of benchmarks -->"
-    head, rest = readme.split(begin)
+    head, rest = video_report.replace(readme, "headline", real_scale.headline(load)).split(begin)
     tail = rest.split(end)[1]
     gpu = load("h200.json")
-    return {"docs/benchmarks_gpu.md": gpu_benchmarks("h200.json", gpu), "docs/img/gpu_stages.svg": gpu_chart(gpu),
-            "docs/benchmarks.md": benchmarks((("cpu_suite_f32.json", f32), ("cpu_suite_bf16.json", bf16)), torch_data),
-            "docs/when_it_pays.md": when_it_pays(sweep) + gpu_when_it_pays("h200.json", gpu), "docs/img/speedup.svg": chart(f32),
-            "README.md": head + begin + gpu_readme(gpu) + video_report.readme(load) + readme_table(f32, bf16, torch_data) + end + tail,
-            "docs/fidelity.md": video_report.held_out(load, (ROOT / "docs" / "fidelity.md").read_text()),
-            "docs/diffusers.md": video_report.replace((ROOT / "docs" / "diffusers.md").read_text(), "h200", diffusers("h200_diffusers.json", load("h200_diffusers.json"))),
+    wrap = video_report.wrap
+    return {"docs/benchmarks_gpu.md": wrap(gpu_benchmarks("h200.json", gpu)), "docs/img/gpu_stages.svg": gpu_chart(gpu),
+            "docs/benchmarks.md": wrap(benchmarks((("cpu_suite_f32.json", f32), ("cpu_suite_bf16.json", bf16)), torch_data)),
+            "docs/when_it_pays.md": wrap(when_it_pays(sweep) + gpu_when_it_pays("h200.json", gpu)), "docs/img/speedup.svg": chart(f32),
+            "README.md": head + begin + wrap(gpu_readme(gpu) + video_report.readme(load) + readme_table(f32, bf16, torch_data)) + end + tail,
+            "docs/fidelity.md": video_report.fill(load, (ROOT / "docs" / "fidelity.md").read_text()),
+            "docs/diffusers.md": video_report.replace((ROOT / "docs" / "diffusers.md").read_text(), "h200", real_scale.diffusers(load)),
             "docs/real_scale.md": real_scale.page(load, (ROOT / "docs" / "real_scale.md").read_text()),
             **video_report.outputs(load, (ROOT / "docs" / "video_report.md").read_text())}
 
 
-stale = []
+check = "--check" in sys.argv[1:]
+different = []
 for path, text in outputs().items():
     file = ROOT / path
-    if "--check" in sys.argv[1:]:
+    if check:
         if not file.exists() or file.read_text() != text:
-            stale.append(path)
+            different.append(path)
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-if stale:
-    sys.exit(f"not what bench/results says (run bench/report.py): {', '.join(stale)}")
+if different:
+    sys.exit(f"not what bench/results says (run bench/report.py): {', '.join(different)}")
+if check:
+    stale, unchecked = staleness.check(loaded)
+    for line in stale:
+        print(f"stale: {line}")
+    for line in unchecked:
+        print(f"not checked: {line}")
+    if "--release" in sys.argv[1:] and (stale or unchecked):
+        sys.exit(f"{len(stale)} results are stale{' and some could not be checked' if unchecked else ''}: measure them again (tools/measure_gpu.sh) before a release")
