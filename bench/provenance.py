@@ -58,7 +58,8 @@ def device_code(program, architecture=ARCHITECTURE):
     found = {}
     for source, cubin in cubins(program, architecture):
         parts = sorted(hashlib.sha256(body).hexdigest() for name, body in sections(cubin) if name.startswith(CODE))
-        found[source] = hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+        if parts:  # some files only launch others' kernels
+            found[source] = hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
     return dict(sorted(found.items()))
 
 

@@ -72,7 +72,8 @@ def watch(call):
 
 x = numpy.random.default_rng(0).standard_normal((3, 1, 1, 32, 64), numpy.float32)
 ways = {} if on_gpu else ways_of("numpy", *x, "float32")
-found = dict(device=platform.processor() or platform.machine(), python=platform.python_version(), scope=_c_api.library().version().decode())
+found = dict(device=platform.processor() or platform.machine(), python=platform.python_version(), scope=_c_api.library().version().decode(),
+             settings=settings)
 if torch is not None:
     torch.set_grad_enabled(False)
     found["torch"] = torch.__version__
