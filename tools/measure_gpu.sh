@@ -6,6 +6,7 @@
 # stopped goes on, but for those marked * in the list, which begin again. The environment:
 #   SCOPE      the command (build/cuda/bin/scope); libscope.so lies beside its folder
 #   COMMIT     what it was built from, where there is no git; otherwise the last commit that changed code
+#   RESULTS    a folder in the place of bench/results; what was begun in bench/results is copied there, and goes on
 #   CLIPS_WAN  the folder of clips-wan, a model that is not in this repository
 #   SEEDS      videos of each variant: 6 first, then 12 (clips-wan) or 8 (tiny-wan), which are the defaults
 #   PYTHON     an interpreter with PyTorch, diffusers, numpy and safetensors (python3)
@@ -14,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scope=${SCOPE:-build/cuda/bin/scope} python=${PYTHON:-python3} backend=${BACKEND:-cuda}
 library=$(dirname "$scope")/../libscope.so
-results=bench/results
+results=${RESULTS:-bench/results}
 dry=
 extra=()
 
@@ -44,11 +45,12 @@ videos presets_held_clips_wan_8 1 presets in 8 steps
 videos presets_held_clips_wan_4 1 presets in 4 steps'
 
 say() { if [ -n "$dry" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
-code_commit() { git log -1 --format=%H -- :/CMakeLists.txt :/include :/src :/cli :/models; }
+code_commit() { git log -1 --format=%H -- :/CMakeLists.txt :/include :/src :/cli :/models "$@"; }
 
 # RESULT PROGRAM SEEDS COMMAND...: unless it is finished. The command finds the file to resume from in $resume.
 measure() {
   local result=$results/$1.json program=$2 seeds=$3
+  [ "$results" -ef bench/results ] || find bench/results -name "$1.json*" -exec cp -n -t "$results" {} +
   resume=$(python3 bench/provenance.py state "$result" "$commit" "$seeds")
   if [ "$resume" = finished ]; then
     echo "$result is finished"
@@ -65,6 +67,7 @@ steps() {  # RESULT MODEL
     --variants dense,scope:target_density=0.2,scope:target_density=0.1,scope-mean:target_density=0.1,fast
 }
 diffusers() {  # RESULT MODEL
+  local commit=$package_commit
   measure "$1" "$library" 0 in_python bench/diffusers_steps.py --model "$2" --repeat 3 --commit "$commit" --json "$results/$1.json"
 }
 calls() {  # RESULT OPTIONS
@@ -72,11 +75,12 @@ calls() {  # RESULT OPTIONS
     --commit "$commit" --json "$results/$1.json" "${@:2}"
 }
 overhead() {  # RESULT
+  local commit=$package_commit
   measure "$1" "$library" 0 in_python bench/python_overhead.py --device "$backend" --json "$results/$1.json"
 }
 
 profile() {  # NAME OPTIONS: how dense the attention of another video is, for svoo
-  densities=$results/profile_$1.csv
+  densities=bench/results/profile_$1.csv
   [ -e "$densities" ] || say "$scope" generate --method dense --backend "$backend" --profile-samples 64 --profile-out "$densities" -o build/profile_run "${@:2}"
 }
 ablate() {  # RESULT SEEDS OPTIONS
@@ -171,8 +175,9 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ ${#wanted[@]} -gt 0 ] || { sed -n '2,13s/^# \?//p' "$0" >&2; exit 2; }
+[ ${#wanted[@]} -gt 0 ] || { sed -n '2,14s/^# \?//p' "$0" >&2; exit 2; }
 [ -n "$dry" ] || [ -x "$scope" ] || { echo "SCOPE: \"$scope\" is no program" >&2; exit 2; }
 commit=${COMMIT:-$(code_commit)}
+package_commit=${COMMIT:-$(code_commit :/python)}  # of what measures the Python package too
 for name in "${wanted[@]}"; do part "$name"; done
 [ -n "$dry" ] || echo "bench/report.py puts them into the docs"
