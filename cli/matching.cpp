@@ -59,6 +59,8 @@ Threshold find_threshold(const Settings& settings, const std::string& variant, d
   const double lowered = target / std::max(row(settings.rule).floor, 2);
   const bool floored = row(settings.rule).floor > 0 && settings.profile == nullptr;
   Tried low{kLeast, 0}, high{kMost, 1};
+  // Single keys: a group keeps at least alpha of them, so that at this density the floor would decide alone.
+  if (floored && !row(settings.rule).whole_codes && settings.alpha > (1 - kNear) * target) found.alpha = lowered;
   Threshold tried = found;
   tried.value = start;
   while (found.runs < kMostRuns) {

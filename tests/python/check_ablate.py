@@ -154,10 +154,12 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert "thresholds to find" not in result.stderr, result.stderr
     again = json.load(open(f"{FOLDER}/run2.json"))
     assert [row["threshold"] for row in again["rows"]] == [row["threshold"] for row in data["rows"]] and again["seeds"] == 2
-    # A floor above the density is lowered, and the rule decides again.
-    accept("ablate", *match[:-8], "scope:groups=8", "--density", "0.1", *match[-5:], "-o", f"{FOLDER}/floor.json")
-    (row,) = json.load(open(f"{FOLDER}/floor.json"))["rows"]
-    assert row["threshold"]["alpha"] == 0.05 and row["settings"]["alpha"] == "0.05" and row["threshold"]["value"] > 1e-6, row["threshold"]
+    # A floor at the density or above is lowered, and the rule decides again: no threshold is so small that the floor alone does.
+    for variant, density in (("scope:groups=8", 0.1), ("scope:groups=8+alpha=0.3", 0.3), ("svg2:groups=8+codes=40", 0.1)):
+        accept("ablate", *match[:-8], variant, "--density", density, *match[-5:], "-o", f"{FOLDER}/floor.json")
+        (row,) = json.load(open(f"{FOLDER}/floor.json"))["rows"]
+        threshold = row["threshold"]
+        assert threshold["alpha"] == density / 2 and row["settings"]["alpha"] == str(density / 2) and threshold["value"] > 0.1, threshold
 
     # Each method once at its own settings.
     result = accept("ablate", *small, "--seeds", 1, "--variants", "scope,svg2,fast", "--match", "own", "--no-control", "-o", f"{FOLDER}/own.json")
