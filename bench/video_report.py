@@ -31,14 +31,19 @@ def decibel(value):
     return "equal" if value is None else f"{value:.2f}"
 
 
+def seeds_of(data):
+    """Seed s takes clip s, modulo how many there are."""
+    clips = min(data["seeds"], data["clips"])
+    return f"{data['seeds']} seeds of {clips} held-out clip{'s' if clips > 1 else ''}"
+
+
 def source(name, data):
     m = data["machine"]
     machine = m.get("gpu", f"{m['cpu']}, {m['threads']} threads, {m['instruction_set']}")
     bundled = (pathlib.Path(__file__).resolve().parents[1] / "models" / data["model"]).exists()
     return (f"Source: `bench/results/{name}`, commit `{data['commit'][:10]}`, {machine}{provenance.words(data)}; `{data['model']}`"
             f"{'' if bundled else ', which is not in this repository,'} at {'×'.join(map(str, data['grid']))}, "
-            f"{data['compute']}, {data['steps']} steps, shift {data['shift']:g}, {data['seeds']} seeds of {data['clips']} held-out "
-            f"clip{'s' if data['clips'] > 1 else ''}.\n")
+            f"{data['compute']}, {data['steps']} steps, shift {data['shift']:g}, {seeds_of(data)}.\n")
 
 
 def scopes(rows):
@@ -62,18 +67,17 @@ def readme(load):
                 columns.append(load(f"{match}_{model}.json"))
             except FileNotFoundError:
                 pass
-    targets = sorted(set.intersection(*({r["target"] for r in data["rows"] if r["target"] and not r["control"]} for data in columns)))
+    targets = sorted({r["target"] for data in columns for r in data["rows"] if r["target"] and not r["control"]})
     titles = {"run": "one threshold for a run", "call": "solved in each call"}
     lines = ["| whole videos against dense ones of the same seeds: PSNR in dB at density " + " / ".join(f"{t:.2f}" for t in targets) + " | " +
-             " | ".join(f"`{data['model']}`, {'×'.join(map(str, data['grid']))}, {titles[match_of(data)]}" for data in columns) + " |",
+             " | ".join(f"`{data['model']}`, {'×'.join(map(str, data['grid']))}, {titles[match_of(data)]}; {seeds_of(data)}" for data in columns) + " |",
              "|---" * (1 + len(columns)) + "|"]
     for variant in ("sparge", "svoo", "svg2", "svg2-ear", "sol", "scope", "scope-paper", "scope-mean"):
         cells = [[row(data, variant, t) for t in targets] for data in columns]
-        text = [" / ".join(f"{statistics.mean(r['psnr']):.1f}" for r in found) if all(found) else "" for found in cells]
+        text = [" / ".join(f"{statistics.mean(r['psnr']):.1f}" if r else "–" for r in found) for found in cells]
         lines.append(f"| {'**`scope-mean`**' if variant == 'scope-mean' else f'`{variant}`'} | " + " | ".join(text) + " |")
-    counts = {data["model"]: f"{data['seeds']} seeds of {data['clips']} held-out clips of {data['model']}" for data in columns}
     return "\n".join(lines) + ("\n\n`scope-paper` is SCOPE with the paper's counts of groups and codes, `scope-mean` ours: the exact proxy, and a damped mean for "
-                              f"the keys that are dropped. {' and '.join(counts.values())}. Both models are small: clips-wan, "
+                              "the keys that are dropped; –: not measured. Both models are small: clips-wan, "
                               "trained on real clips, is not in this repository; the bundled tiny-wan was trained on procedural ones. "
                               "No video of a full-size model was judged. The first 20 % of the steps and layer 0 are dense for every "
                               "method; rows are selections on our kernel. Where it loses, and what was tried: [docs/fidelity.md](docs/fidelity.md); "
