@@ -196,19 +196,44 @@ void Outputs::replace_checkpoint(const std::function<void(const std::string& nam
   next.place();
 }
 
+void Outputs::take_back(Entry& entry) {
+  std::error_code ignored;
+  if (io::identity(entry.temporary->name()).empty()) {
+    fs::remove_all(entry.path, ignored);
+    return;
+  }
+  try {
+    entry.temporary->place();  // both change places again
+  } catch (const Error&) {     // no second time: what was there stays under the temporary's name
+    entry.temporary->release();
+    tell("scope: what was at {} is now {}\n", entry.given, entry.temporary->name());
+  }
+}
+
 void Outputs::place() {
   const auto lock = io::hold_interrupts();
-  for (Entry& entry : entries_) {
-    if (entry.temporary == nullptr) continue;
-    entry.temporary->place();
-    const std::string& old = entry.temporary->name();  // what was there
+  std::vector<Entry*> placed;
+  try {
+    for (Entry& entry : entries_) {
+      if (entry.temporary == nullptr) continue;
+      placed.reserve(placed.size() + 1);
+      entry.temporary->place();
+      placed.push_back(&entry);
+    }
+  } catch (...) {  // all or none: what was there goes back
+    for (Entry* entry : placed) take_back(*entry);
+    throw;
+  }
+  for (Entry* entry : placed) {
+    const std::string& old = entry->temporary->name();  // what was there
     const std::string identity = io::identity(old), other = old + ".other";
     if (identity.empty()) continue;
-    const bool changed = identity != entry.identity || (entry.kind == Kind::run && !find_foreign(old).empty());
+    const bool changed = identity != entry->identity || (entry->kind == Kind::run && !find_foreign(old).empty());
     if (!changed) continue;
-    entry.temporary->release();
-    fs::rename(old, other);
-    tell("scope: {} was changed by others meanwhile; theirs is kept as {}\n", entry.given, other);
+    entry->temporary->release();
+    std::error_code error;
+    fs::rename(old, other, error);
+    tell("scope: {} was changed by others meanwhile; theirs is kept as {}\n", entry->given, error ? old : other);
   }
   for (const auto& parent : parents_) parent->release();
   std::error_code ignored;

@@ -31,7 +31,8 @@ class Outputs {
   // from. The caller has looked at what is there.
   void writes_checkpoint(const std::string& flag, const std::string& path);
   void replace_checkpoint(const std::function<void(const std::string& name)>& write);
-  // Everything that was opened, at once. What another process put there since it was declared is kept beside it, and said.
+  // Everything that was opened, at once, or nothing where one of it fails. What another process put there since it was
+  // declared is kept beside it, and said.
   void place();
 
  private:
@@ -42,6 +43,7 @@ class Outputs {
     std::string identity = {}, canonical = {};  // when it was declared
     std::unique_ptr<io::Temporary> temporary = nullptr;
   };
+  static void take_back(Entry& entry);
   void add(Entry entry);
   void make_parents(const std::string& path);
 

@@ -598,6 +598,62 @@ TEST_P(CApi, SixteenThreadsEqualSerial) {
   for (uint32_t i = 0; i < 16; ++i) EXPECT_EQ(parallel[i], serial[i % 4]);
 }
 
+// 16 threads of 1,000 calls each, with plans and states of their own: the bits of the same calls one after the other.
+TEST_P(CApi, SixteenThreadsOfAThousandCallsEqualSerial) {
+  static constexpr int64_t kTokens = 40, kDim = 16, kElements = kTokens * kDim;
+  static constexpr int kThreads = 16, kPeriod = 10;
+  const int many = std::getenv("SCOPE_CASES") == nullptr ? 1000 : 50;  // fewer in slow builds
+  const char* const methods[] = {"scope", "scope-mean", "svg2", "dense"};
+  const auto many_calls = [&](int seed, int calls, const std::vector<std::vector<char>>* expected) {
+    const int64_t bytes = kElements * (GetParam()->can.dtypes.has(scope::DType::f32) ? 4 : 2);
+    const scope_attn::Context alone = context(1);
+    scope_shape shape = scope_attn::make_shape();
+    shape.q_tokens = shape.k_tokens = kTokens;
+    shape.dim = kDim;
+    shape.dtype = bytes == kElements * 4 ? SCOPE_F32 : SCOPE_BF16;
+    shape.rope[0] = 8, shape.rope[1] = shape.rope[2] = 4;
+    const char* name = methods[seed % 4];
+    scope_attn::Plan plan(alone, std::strcmp(name, "dense") == 0 ? scope_attn::Method(name) : quick(name), shape);
+    Memory q(GetParam(), bytes), k(GetParam(), bytes), v(GetParam(), bytes), out(GetParam(), bytes);
+    std::mt19937 random(static_cast<uint32_t>(seed));
+    std::normal_distribution<float> normal;
+    for (Memory* x : {&q, &k, &v}) {
+      std::vector<float> floats(kElements);
+      std::vector<uint16_t> halves;
+      for (float& value : floats) halves.push_back(scope::f32_to_bf16(value = normal(random)));
+      x->upload(bytes == kElements * 4 ? static_cast<const void*>(floats.data()) : halves.data());
+    }
+    const Memory workspace(GetParam(), plan.info().workspace_bytes, true), memory(GetParam(), plan.info().state_bytes, true);
+    std::unique_ptr<scope_attn::State> state;
+    if (plan.info().state_bytes > 0) state = std::make_unique<scope_attn::State>(plan, memory.data());
+    scope_run_args args = scope_attn::make_args();
+    const auto tensor = [](const Memory& x) { return scope_attn::token_major(x.data(), 1, kTokens, kDim); };
+    args.q = tensor(q), args.k = tensor(k), args.v = tensor(v), args.out = tensor(out);
+    args.workspace = workspace.data();
+    args.workspace_bytes = workspace.bytes();
+    std::vector<std::vector<char>> results;
+    for (int i = 0; i < calls; ++i) {
+      if (state && i % kPeriod == 0) state->reset();
+      args.state = state ? state->handle() : nullptr;
+      plan.run(args);
+      if (expected == nullptr) {
+        results.push_back(out.values<char>());
+      } else if (out.values<char>() != (*expected)[static_cast<size_t>(i % kPeriod)]) {
+        ADD_FAILURE() << name << ", call " << i;
+        break;
+      }
+    }
+    return results;
+  };
+  std::vector<std::vector<std::vector<char>>> serial;
+  for (int seed = 0; seed < kThreads; ++seed) serial.push_back(many_calls(seed, kPeriod, nullptr));
+  std::vector<std::thread> threads;
+  for (int seed = 0; seed < kThreads; ++seed) {
+    threads.emplace_back([&, seed] { many_calls(seed, many, &serial[static_cast<size_t>(seed)]); });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
 // Whether tests that wait for two calls to meet may go on.
 class Patience {
  public:

@@ -59,32 +59,31 @@ struct scope_state {
 
 namespace {
 
-thread_local std::string last_error;
+// Of a fixed size, cut where it is longer: telling of a lack of memory must not need any, and neither must a thread's end.
+thread_local char last_error[4096];
+
+scope_status failed(Status status, const char* text) {
+  const size_t length = std::min(std::strlen(text), sizeof last_error - 1);
+  std::memcpy(last_error, text, length);
+  last_error[length] = '\0';
+  return static_cast<scope_status>(status);
+}
 
 // The one place where exceptions become status codes.
 template <class Body>
 scope_status guarded(Body body) noexcept {
-  Status status = Status::internal;
-  const char* text = "unknown error";
   try {
-    try {
-      body();
-      return SCOPE_OK;
-    } catch (const Error& error) {
-      status = error.status();
-      last_error = error.what();
-      return static_cast<scope_status>(status);
-    } catch (const std::bad_alloc&) {
-      status = Status::out_of_memory;
-      text = "out of memory";
-    } catch (const std::exception& error) {
-      last_error = error.what();
-      return SCOPE_ERROR_INTERNAL;
-    }
-    last_error = text;
-  } catch (...) {  // even the message could not be kept
+    body();
+    return SCOPE_OK;
+  } catch (const Error& error) {
+    return failed(error.status(), error.what());
+  } catch (const std::bad_alloc&) {
+    return failed(Status::out_of_memory, "out of memory");
+  } catch (const std::exception& error) {
+    return failed(Status::internal, error.what());
+  } catch (...) {
+    return failed(Status::internal, "unknown error");
   }
-  return static_cast<scope_status>(status);
 }
 
 void need(const void* pointer, const char* name) {
@@ -189,7 +188,7 @@ const char* scope_status_name(scope_status status) {
   return status >= SCOPE_OK && status <= SCOPE_ERROR_INTERNAL ? kNames[status] : "unknown status";
 }
 
-const char* scope_last_error(void) { return last_error.c_str(); }
+const char* scope_last_error(void) { return last_error; }
 
 int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim) {
   if (backend == nullptr || dtype < SCOPE_F32 || dtype > SCOPE_BF16 || dim < 1) return 0;
@@ -235,8 +234,10 @@ scope_status scope_method_set(scope_method* method, const char* name, const char
     need(method, "method");
     need(name, "name");
     need(value, "value");
-    scope::set_setting(method->settings, name, value);
-    method->given[name] = scope::get_setting(method->settings, name);
+    scope_method next = *method;  // what cannot be set whole is not set at all
+    scope::set_setting(next.settings, name, value);
+    next.given[name] = scope::get_setting(next.settings, name);
+    *method = std::move(next);
   });
 }
 
@@ -268,7 +269,9 @@ scope_status scope_method_apply_model(scope_method* method, const char* model) {
   return guarded([&] {
     need(method, "method");
     need(model, "model");
-    scope::apply_model(scope::find_model(model), method->settings);
+    scope::Settings next = method->settings;
+    scope::apply_model(scope::find_model(model), next);
+    method->settings = std::move(next);
   });
 }
 

@@ -4,7 +4,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <system_error>
 #include <utility>
 
 #include "core/error.h"
@@ -21,10 +20,10 @@ ThreadPool::ThreadPool(int threads) {
   require(threads >= 0 && threads <= kMostThreads, Status::invalid_argument, "threads: got {}, expected 0 (all cores) to {}",
           threads, kMostThreads);
   const int total = threads == 0 ? available_cores() : threads;
-  workers_.reserve(static_cast<size_t>(total));  // so that only starting a thread can fail below
+  workers_.reserve(static_cast<size_t>(total));
   try {
     for (int i = 1; i < total; ++i) workers_.emplace_back([this, i] { work(i); });
-  } catch (const std::system_error&) {
+  } catch (...) {  // no thread, or no memory for one: those that run must end before this object does
     {
       const std::lock_guard lock(mutex_);
       stop_ = true;

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <csetjmp>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 
 namespace scope::io {
 
@@ -27,6 +29,12 @@ struct Session {
   std::strncpy(session->message, text, sizeof(session->message) - 1);
   std::longjmp(session->escape, 1);
 }
+void* on_allocate(png_structp png, png_alloc_size_t bytes) {
+  void* made = std::malloc(bytes);
+  if (made == nullptr) static_cast<Session*>(png_get_mem_ptr(png))->out_of_memory = true;
+  return made;
+}
+void on_free(png_structp /*png*/, void* block) { std::free(block); }
 void on_warning(png_structp /*png*/, png_const_charp /*text*/) {}  // such as a colour profile that it does not like
 
 void on_read(png_structp png, png_bytep out, size_t bytes) {
@@ -54,7 +62,7 @@ struct Reader {
   png_infop info = nullptr;
   explicit Reader(std::span<const std::byte> bytes) {
     session.input = bytes;
-    png = png_create_read_struct(PNG_LIBPNG_VER_STRING, &session, on_error, on_warning);
+    png = png_create_read_struct_2(PNG_LIBPNG_VER_STRING, &session, on_error, on_warning, &session, on_allocate, on_free);
     if (png != nullptr) info = png_create_info_struct(png);
   }
   Reader(const Reader&) = delete;
@@ -88,7 +96,7 @@ struct Writer {
   png_infop info = nullptr;
   explicit Writer(std::vector<std::byte>& out) {
     session.output = &out;
-    png = png_create_write_struct(PNG_LIBPNG_VER_STRING, &session, on_error, on_warning);
+    png = png_create_write_struct_2(PNG_LIBPNG_VER_STRING, &session, on_error, on_warning, &session, on_allocate, on_free);
     if (png != nullptr) info = png_create_info_struct(png);
   }
   Writer(const Writer&) = delete;
@@ -118,7 +126,10 @@ Image make_image(int64_t height, int64_t width, uint8_t grey) {
 
 Image decode_png(std::span<const std::byte> bytes) {
   Reader reader(bytes);
-  const auto broken = [&] { fail(Status::format, "not a readable PNG: {}", printable(reader.session.message)); };
+  const auto broken = [&] {
+    if (reader.session.out_of_memory) throw std::bad_alloc();
+    fail(Status::format, "not a readable PNG: {}", printable(reader.session.message));
+  };
   if (!reader.read_header()) broken();
   // A pixel has one bit at least and deflate packs at most 1032 bytes into one: what cannot be there is not allocated.
   const int64_t height = png_get_image_height(reader.png, reader.info), width = png_get_image_width(reader.png, reader.info);
@@ -129,7 +140,8 @@ Image decode_png(std::span<const std::byte> bytes) {
           "png: got rows of {} bytes, expected {}", png_get_rowbytes(reader.png, reader.info), image.width * 3);
   std::vector<png_bytep> rows(static_cast<size_t>(image.height));
   for (int64_t y = 0; y < image.height; ++y) rows[y] = image.pixel(y, 0);
-  if (!reader.read_pixels(rows.data())) broken();
+  // Without memory for a part that it can do without, libpng only warns.
+  if (!reader.read_pixels(rows.data()) || reader.session.out_of_memory) broken();
   return image;
 }
 
@@ -140,10 +152,9 @@ std::vector<std::byte> encode_png(const Image& image) {
           image.rgb.size(), kMaxPixels);
   std::vector<std::byte> out;
   Writer writer(out);
-  if (!writer.write(image)) {
-    if (writer.session.out_of_memory || writer.png == nullptr || writer.info == nullptr) throw std::bad_alloc();
-    fail(Status::internal, "png: {}", printable(writer.session.message));
-  }
+  const bool written = writer.write(image);
+  if (writer.session.out_of_memory) throw std::bad_alloc();
+  if (!written) fail(Status::internal, "png: {}", printable(writer.session.message));
   return out;
 }
 

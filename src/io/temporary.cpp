@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <filesystem>
+#include <new>
 #include <system_error>
 #include <vector>
 
@@ -58,6 +59,7 @@ std::string identity(const std::string& path) {
 
 Temporary::Temporary(std::string path, Kind kind) : path_(std::move(path)), kind_(kind) {
   const auto lock = hold_interrupts();
+  unplaced().all.reserve(unplaced().all.size() + 1);  // once it is made nothing may fail, or it would stay
   if (kind == Kind::parent) {
     name_ = path_;
     const int error = ::mkdir(name_.c_str(), 0777) == 0 ? 0 : errno;
@@ -87,11 +89,14 @@ bool Temporary::holds(const std::string& path) const {
 }
 
 void Temporary::remove() const {
-  std::error_code ignored;
-  if (kind_ == Kind::folder) {
+  if (kind_ != Kind::folder) {
+    std::remove(name_.c_str());
+    return;
+  }
+  try {
+    std::error_code ignored;
     std::filesystem::remove_all(name_, ignored);
-  } else {
-    std::filesystem::remove(name_, ignored);
+  } catch (const std::bad_alloc&) {  // listing a folder takes memory: without it, the folder stays
   }
 }
 
@@ -118,18 +123,17 @@ void Temporary::place() {
     const std::string old = name_ + ".old";
     const bool linked = kind_ == Kind::file && ::link(path_.c_str(), old.c_str()) == 0;
     check(linked || renamed(path_, old));
-    if (!renamed(name_, path_)) {
-      const int error = errno;
-      if (linked) {
-        ::unlink(old.c_str());
-      } else {
-        renamed(old, path_);
-      }
-      errno = error;
-      check(false);
+    const bool placed = renamed(name_, path_);
+    if (placed && renamed(old, name_)) return;
+    const int error = errno;
+    if (linked && !placed) {
+      ::unlink(old.c_str());
+    } else {  // the old one goes back; a file's rename replaces the new one, a folder must make room first
+      if (placed && !linked) renamed(path_, name_);
+      renamed(old, path_);
     }
-    check(renamed(old, name_));
-    return;
+    errno = error;
+    check(false);
   }
   check(renamed(name_, path_));
   release();

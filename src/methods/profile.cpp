@@ -40,6 +40,7 @@ Profile read_profile(const std::string& path) {
 Profile parse_profile(std::istream& file, const std::string& path) {
   Profile profile;
   profile.path = path;
+  file.exceptions(std::ios::badbit);  // getline hides a lack of memory otherwise, and the line would look empty
   std::string line;
   const auto next_line = [&] {
     if (!std::getline(file, line)) return false;
@@ -67,7 +68,6 @@ Profile parse_profile(std::istream& file, const std::string& path) {
     raise_density(profile, step - first_step, layer, head, density);
     ++heads[{step, layer}];
   }
-  require(!file.bad(), Status::io, "profile: cannot read \"{}\"", path);
   require(!profile.densities.empty(), Status::format, "profile: {} has no entries", path);
   for (const auto& [at, count] : heads) {
     require(count == profile.heads, Status::format, "profile: {}: step {}, layer {} has {} of {} heads", path, at.first,
