@@ -18,6 +18,8 @@ namespace scope::cli {
 
 namespace fs = std::filesystem;
 
+extern const char* const kSourceModels;  // source_models.cpp
+
 namespace {
 
 // The transformer of each step from one on.
@@ -40,7 +42,7 @@ std::string find_model_folder(const std::string& name, bool shapes) {
   std::error_code error;
   const fs::path self = fs::read_symlink("/proc/self/exe", error);
   if (!error) places.push_back((self.parent_path().parent_path() / "share/scope/models").string());
-  places.emplace_back(SCOPE_SOURCE_MODELS);
+  places.emplace_back(kSourceModels);
   for (const std::string& place : places) {
     for (const char* part : {"", "/shapes"}) {
       std::string folder = fmt::format("{}{}/{}", place, part, name);

@@ -23,6 +23,7 @@
 #include "cpu/kernels.h"
 #include "guarded.h"
 #include "stages/exec.h"
+#include "support.h"
 
 namespace scope::test {
 
@@ -226,7 +227,7 @@ inline const bool skips_without_machine = [] {
 // Scaled by SCOPE_CASES, so that slow builds can run fewer.
 inline int64_t scaled(int64_t cases) {
   const char* text = std::getenv("SCOPE_CASES");
-  return std::max<int64_t>(1, std::llround(static_cast<double>(cases) * (text == nullptr ? 1.0 : std::atof(text))));
+  return std::max<int64_t>(1, std::llround(static_cast<double>(cases) * (text == nullptr ? 1.0 : number(text))));
 }
 
 struct Case {

@@ -18,6 +18,7 @@
 #include "core/numeric.h"
 #include "pipeline/plan.h"
 #include "stages/backends.h"
+#include "support.h"
 
 namespace {
 
@@ -387,8 +388,8 @@ TEST(CApiTables, CanBeWalked) {
   for (const scope_model_info& model : models) {
     EXPECT_EQ(model.rope[0] + model.rope[1] + model.rope[2], model.dim);
     const scope_attn::Method method = std::move(scope_attn::Method().model(model.name));
-    EXPECT_EQ(std::stod(method.get("rho")), model.rho);
-    EXPECT_EQ(std::stod(method.get("dense_steps")), model.dense_steps);
+    EXPECT_EQ(scope::test::number(method.get("rho")), model.rho);
+    EXPECT_EQ(scope::test::number(method.get("dense_steps")), model.dense_steps);
     EXPECT_EQ(method.get("warm_prefix"), model.warm_prefix == 1 ? "yes" : "no");
   }
 }

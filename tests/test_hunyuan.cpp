@@ -13,6 +13,7 @@
 #include "io/safetensors.h"
 #include "methods/methods.h"
 #include "methods/models.h"
+#include "support.h"
 #include "video/models/hunyuan/layers.h"
 #include "video/sampler.h"
 
@@ -21,7 +22,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kCases = SCOPE_REPOSITORY "/tests/data/video/";
+const std::string kCases = test::repository() + "/tests/data/video/";
 const std::string kWeights = "diffusion_pytorch_model.safetensors";
 const std::string kDouble = "hunyuan_double_blocks", kSingle = "hunyuan_single_blocks", kImage = "hunyuan_image_tokens";
 
@@ -40,11 +41,11 @@ Case read_case(const std::string& name) {
   Request& r = out.request;
   std::sscanf(file.metadata["grid"].c_str(), "%ldx%ldx%ld", &r.grid[0], &r.grid[1], &r.grid[2]);
   r.steps = std::stoll(file.metadata["steps"]);
-  r.shift = std::stod(file.metadata["shift"]);
+  r.shift = test::number(file.metadata["shift"]);
   r.settings = find_method("dense").settings();
   r.noise = take("noise");
   (name == kImage ? r.first_frame : r.condition) = take("condition");
-  r.prompt = {take("prompt_embeds"), {}, take("pooled_prompt_embeds"), std::stod(file.metadata["guidance"])};
+  r.prompt = {take("prompt_embeds"), {}, take("pooled_prompt_embeds"), test::number(file.metadata["guidance"])};
   size_t length = 0;
   const std::vector<float> mask = take("prompt_attention_mask");
   for (const float x : mask) length += x != 0;

@@ -4,13 +4,14 @@
 
 #include "cases.h"
 #include "io/safetensors.h"
+#include "support.h"
 #include "video/stepper.h"
 #include "video/weights.h"
 
 namespace scope::video {
 namespace {
 
-const std::string kCases = SCOPE_REPOSITORY "/tests/data/unipc.safetensors";
+const std::string kCases = test::repository() + "/tests/data/unipc.safetensors";
 
 std::vector<std::pair<std::shared_ptr<Context>, std::shared_ptr<Engine>>> engines() {
   if (test::testing_cuda()) {

@@ -13,6 +13,7 @@
 #include "cpu/kernels.h"
 #include "io/safetensors.h"
 #include "methods/methods.h"
+#include "support.h"
 #include "video/media.h"
 #include "video/models/wan/layers.h"
 #include "video/morton.h"
@@ -23,8 +24,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kCases = SCOPE_REPOSITORY "/tests/data/video/";
-const std::string kBundled = SCOPE_REPOSITORY "/models/tiny-wan";
+const std::string kCases = test::repository() + "/tests/data/video/";
+const std::string kBundled = test::repository() + "/models/tiny-wan";
 const std::vector<std::string> kModels = {"t2v_sharded", "i2v_image_branch", "two_images_no_norm", "patches_over_time"};
 
 struct Case {
@@ -44,8 +45,8 @@ Case read_case(const std::string& name) {
   Request& r = out.request;
   std::sscanf(meta["grid"].c_str(), "%ldx%ldx%ld", &r.grid[0], &r.grid[1], &r.grid[2]);
   r.steps = std::stoll(meta["steps"]);
-  r.shift = std::stod(meta["shift"]);
-  r.guidance = std::stod(meta["guidance"]);
+  r.shift = test::number(meta["shift"]);
+  r.guidance = test::number(meta["guidance"]);
   r.settings = find_method("dense").settings();
   r.noise = take("noise");
   r.condition = take("condition");

@@ -10,6 +10,7 @@
 #include "cases.h"
 #include "io/safetensors.h"
 #include "methods/methods.h"
+#include "support.h"
 #include "video/folder.h"
 #include "video/footprint.h"
 #include "video/sampler.h"
@@ -20,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kCases = SCOPE_REPOSITORY "/tests/data/video/";
+const std::string kCases = test::repository() + "/tests/data/video/";
 
 struct Case {
   Folder folder;
@@ -41,8 +42,8 @@ Case read_case(const std::string& name) {
   r.sampler = c.folder.schedule->sampler;
   r.shift = c.folder.schedule->shift;
   r.boundary = c.folder.boundary;
-  r.guidance = std::stod(file.metadata["guidance"]);
-  r.guidance_2 = std::stod(file.metadata["guidance_2"]);
+  r.guidance = test::number(file.metadata["guidance"]);
+  r.guidance_2 = test::number(file.metadata["guidance_2"]);
   r.settings = find_method("dense").settings();
   r.noise = take("noise");
   (c.folder.keeps_first_frame ? r.first_frame : r.condition) = take("condition");

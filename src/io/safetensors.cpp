@@ -125,7 +125,11 @@ class HeaderReader : public json::json_sax_t {
   }
 
   bool number_integer(int64_t value) override { unexpected(fmt::format("the number {}", value)); }
-  bool number_float(double, const std::string& text) override { unexpected("the number " + printable(text)); }
+  bool number_float(double, const std::string& text) override {
+    std::string quoted = text;  // in which the parser has put the locale's decimal point
+    if (const size_t at = quoted.find_first_not_of("0123456789eE+-"); at != std::string::npos) quoted[at] = '.';
+    unexpected("the number " + printable(quoted));
+  }
   bool boolean(bool value) override { unexpected(value ? "true" : "false"); }
   bool null() override { unexpected("null"); }
   bool binary(json::binary_t&) override { unexpected("binary data"); }  // never in JSON text
