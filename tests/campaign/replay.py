@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,9 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SECONDS, MEGABYTES = 120, 2000  # no input may take more; most take a hundredth, and sanitizers ten times that
 TRACES = ("terminate called", "what():", "runtime error", "sanitizer", "basic_string", "scope: [json.exception", "filesystem error", "stoi", "traceback")
 wrong = []
+# The command leaves ignored what its parent ignores, as nohup and a shell's & do.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def snapshot():

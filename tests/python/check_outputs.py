@@ -20,6 +20,9 @@ import zlib
 
 SCOPE, REPOSITORY = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
 checks = 0
+# The command leaves ignored what its parent ignores, as nohup and a shell's & do.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def start(*arguments, **options):

@@ -13,6 +13,8 @@ import time
 
 SCOPE = sys.argv[1]
 checks = 0
+# The command leaves ignored what its parent ignores, as nohup and a shell's & do.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 3, "ffn_dim": 64,
        "text_dim": 32, "in_channels": 36, "out_channels": 16, "image_dim": 20, "added_kv_proj_dim": 48, "freq_dim": 32,

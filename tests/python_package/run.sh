@@ -24,7 +24,7 @@ if ldd "$library" | grep -v -e linux-vdso -e 'libm\.so' -e 'libc\.so' -e 'ld-lin
   echo "libscope.so needs more than the C library"
   exit 1
 fi
-$pytorch/bin/python - "$(echo venv/lib/python3*/site-packages)/pytorch.pth" <<'PATHS'
+"$pytorch/bin/python" - "$(echo venv/lib/python3*/site-packages)/pytorch.pth" <<'PATHS'
 import sys, sysconfig
 open(sys.argv[1], "w").write(sysconfig.get_paths()["purelib"] + "\n")
 PATHS
