@@ -3,17 +3,17 @@ JOBS ?= $(shell nproc)
 
 .PHONY: demo test wheel report format install clean
 
-demo:  ## build the command, generate a video with dense attention, SCOPE and SVG2, and compare them
+demo:  ## build the command, generate a video with dense attention, SCOPE and SVG2, and compare them; GRID=3x20x32 makes a shorter one
 	@tools/bootstrap.sh demo
 	@cmake --preset demo >/dev/null
 	@cmake --build build/demo -j $(JOBS) --target scope_command
-	@tools/demo.sh build/demo/bin/scope out/demo
+	@tools/demo.sh build/demo/bin/scope out/demo $(addprefix --grid ,$(GRID))
 
-test:  ## build everything and run the tests
+test:  ## build everything and run the tests; or build TARGETS and run those whose names match TESTS
 	@tools/bootstrap.sh test
 	@cmake --preset release >/dev/null
-	@cmake --build build/release -j $(JOBS)
-	@ctest --test-dir build/release --output-on-failure -j $(JOBS)
+	@cmake --build build/release -j $(JOBS) $(addprefix --target ,$(TARGETS))
+	@ctest --test-dir build/release --output-on-failure -j $(JOBS) $(if $(TESTS),-R '$(TESTS)')
 
 wheel:  ## the Python package with the library in it, into dist/; with CUDA, for every kind of GPU, where nvcc is
 	@tools/bootstrap.sh wheel

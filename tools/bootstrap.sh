@@ -8,7 +8,7 @@ case $purpose in
   wheel) packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libhwy-dev python3 python3-venv" ;;
   test) packages+=" libgtest-dev python3 python3-numpy" ;;
   pytorch) packages+=" libgtest-dev python3 python3-numpy python3-venv" ;;
-  check) packages+=" libgtest-dev python3 python3-numpy python3-venv clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev ccache chromium" ;;
+  check) packages+=" libgtest-dev python3 python3-numpy python3-venv clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev ccache chromium ffmpeg locales shellcheck" ;;
   *) echo "usage: tools/bootstrap.sh [demo|wheel|test|pytorch|check]" >&2; exit 2 ;;
 esac
 missing=()
@@ -17,7 +17,14 @@ for package in $packages; do
 done
 [ ${#missing[@]} -eq 0 ] && exit 0
 sudo=""
-[ "$(id -u)" -eq 0 ] || sudo="sudo"
+if [ "$(id -u)" -ne 0 ]; then
+  sudo="sudo"
+  command -v sudo >/dev/null || {
+    echo "missing packages, and neither root nor sudo to install them: ${missing[*]}" >&2
+    echo "as root: apt-get update && apt-get install -y --no-install-recommends ${missing[*]}" >&2
+    exit 1
+  }
+fi
 echo "installing: ${missing[*]}"
 $sudo apt-get update -qq
-DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
