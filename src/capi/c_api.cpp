@@ -246,8 +246,10 @@ scope_status scope_method_set_default(scope_method* method, const char* name, co
     need(method, "method");
     need(name, "name");
     need(value, "value");
-    scope::set_setting(method->settings, name, value);
-    method->given.erase(name);
+    scope_method next = *method;
+    scope::set_setting(next.settings, name, value);
+    next.given.erase(name);
+    *method = std::move(next);
   });
 }
 
