@@ -220,6 +220,13 @@ TEST_P(CApi, SelectionGoesOutAndComesBack) {
   host.clear();
   session.plan.run_selection(session.args);
   EXPECT_EQ(host.result(), whole);
+  // The selection says what is kept, whatever the arguments do.
+  const std::vector<uint32_t> text(static_cast<size_t>(Host::kBatch * info.mask_words), 5u);
+  session.args.keep = text.data();
+  host.clear();
+  session.plan.run_selection(session.args);
+  EXPECT_EQ(host.result(), whole);
+  session.args.keep = nullptr;
   // Select only: no v, no out.
   session.args.out.data = session.args.v.data = nullptr;
   selection.mask = static_cast<uint32_t*>(again.data());
@@ -261,6 +268,13 @@ TEST_P(CApi, ErrorsNameTheArgumentAndLeaveHandlesUsable) {
   args.workspace_bytes -= 1;
   EXPECT_EQ(session.status(args), SCOPE_ERROR_WORKSPACE);
   EXPECT_TRUE(error_names(std::to_string(session.plan.info().workspace_bytes).c_str()));
+  for (const auto& [name, tensor] :
+       {std::pair("q", &scope_run_args::q), {"k", &scope_run_args::k}, {"v", &scope_run_args::v}}) {
+    args = session.args;
+    (args.*tensor).data = nullptr;
+    EXPECT_EQ(session.status(args), SCOPE_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(scope_last_error()).substr(0, 2), std::string(name) + ":");
+  }
   args = session.args;
   args.reserved = 1;
   EXPECT_EQ(session.status(args), SCOPE_ERROR_INVALID_ARGUMENT);
@@ -782,6 +796,26 @@ TEST_P(CApi, ForkedChildIsRefused) {
   EXPECT_EQ(host.result(), expected);
 }
 
+TEST(CApiErrors, EveryStatusHasItsName) {
+  const std::pair<scope_status, const char*> names[] = {{SCOPE_OK, "ok"},
+                                                        {SCOPE_ERROR_INVALID_ARGUMENT, "invalid argument"},
+                                                        {SCOPE_ERROR_SHAPE, "shape"},
+                                                        {SCOPE_ERROR_DTYPE, "dtype"},
+                                                        {SCOPE_ERROR_ALIGNMENT, "alignment"},
+                                                        {SCOPE_ERROR_UNSUPPORTED, "unsupported"},
+                                                        {SCOPE_ERROR_SIZE_LIMIT, "size limit"},
+                                                        {SCOPE_ERROR_WORKSPACE, "workspace"},
+                                                        {SCOPE_ERROR_OUT_OF_MEMORY, "out of memory"},
+                                                        {SCOPE_ERROR_NON_FINITE, "non-finite"},
+                                                        {SCOPE_ERROR_IO, "I/O"},
+                                                        {SCOPE_ERROR_FORMAT, "format"},
+                                                        {SCOPE_ERROR_BUSY, "busy"},
+                                                        {SCOPE_ERROR_DEVICE, "device"},
+                                                        {SCOPE_ERROR_DEVICE_LOST, "device lost"},
+                                                        {SCOPE_ERROR_INTERNAL, "internal"}};
+  for (const auto& [status, name] : names) EXPECT_STREQ(scope_status_name(status), name);
+}
+
 TEST(CApiErrors, LastOneStaysUntilTheNextAndIsTheThreadsOwn) {
   scope_method* method = nullptr;
   EXPECT_NE(scope_method_create("first", &method), SCOPE_OK);
@@ -823,6 +857,9 @@ TEST_P(CApi, StatesRememberSaveAndLoad) {
     EXPECT_EQ(host.result(), warm);
     state->reset();
     EXPECT_FALSE(state->filled());
+    second->load(state->save());
+    EXPECT_FALSE(second->filled());
+    second->load(saved);
     session.args.state = state->handle();
     session.run();
     EXPECT_EQ(session.stats.warm, 0);
@@ -930,11 +967,26 @@ TEST_P(CApi, ReportsWaitForTheEnd) {
     EXPECT_EQ(stats[i].density, own[i].density);
     EXPECT_EQ(stats[i].total_density, own[i].total_density);
     EXPECT_EQ(stats[i].reason, own[i].reason);
+    EXPECT_EQ(stats[i].iterations, 3);
+    EXPECT_EQ(own[i].iterations, 3);
     EXPECT_STREQ(stats[i].arithmetic, own[i].arithmetic);
     EXPECT_EQ(std::memcmp(found.data(), heads[i].data(), found.size() * sizeof found[0]), 0);
   }
   EXPECT_NE(std::memcmp(heads[0].data(), heads[2].data(), found.size() * sizeof found[0]), 0);
+  for (const scope_head_stats& head : found) EXPECT_LT(head.min_count, head.max_count);
   EXPECT_EQ(scope_report_read(session.plan.handle(), nullptr, nullptr, nullptr), SCOPE_ERROR_INVALID_ARGUMENT);
+}
+
+// The exact proxy scores nothing beforehand: in f32 there is no time between the marks of score and select.
+TEST(CApiStats, SecondsAreThoseOfTheirStages) {
+  Host host(&scope::find_backend("cpu"), 12);
+  Session session(host, scope_attn::Context(options_for(host.backend)), quick("scope-exact"));
+  session.run();
+  const scope_call_stats& s = session.stats;
+  EXPECT_LT(s.score_seconds, s.select_seconds);
+  EXPECT_GT(s.group_seconds, s.encode_seconds);
+  EXPECT_GT(s.attend_seconds, s.encode_seconds);
+  EXPECT_GE(s.total_seconds, s.group_seconds + s.select_seconds + s.attend_seconds);
 }
 
 // The arguments that say the same thing twice give the same bits.

@@ -404,6 +404,26 @@ TEST(State, RemembersWhetherItIsFilled) {
   EXPECT_TRUE(run(plan, in, extra).stats.warm);
 }
 
+// A sample whose keys make fewer codes than its state has starts anew, and the call is not warm though the other sample is.
+TEST(State, OfOtherCodesIsCold) {
+  const Context context = tested_context(1);
+  const Inputs in(2, 2, 200, 200, 64, 58);
+  const Plan plan(context, method("scope", {{"partition", "even:3"}, {"codes", "100"}}), in.shape());
+  OwnState own(plan);
+  Extra extra;
+  extra.k_lengths = {60, 200};
+  const Result cold = run(plan, in, extra);
+  extra.k_lengths = {};
+  extra.state = &own.state;
+  run(plan, in, extra);
+  extra.k_lengths = {60, 200};
+  const Result mixed = run(plan, in, extra);
+  EXPECT_FALSE(mixed.stats.warm);
+  const auto half = static_cast<int64_t>(cold.out.size() / 2);
+  EXPECT_TRUE(std::equal(cold.out.begin(), cold.out.begin() + half, mixed.out.begin()));
+  EXPECT_TRUE(run(plan, in, extra).stats.warm);
+}
+
 // A short sample's state holds its own groups and codes, and nothing of the workspace.
 TEST(State, HoldsNothingButCentroids) {
   const Context context = tested_context(1);
@@ -989,6 +1009,26 @@ TEST(Call, SelectedAttentionTakesThePublicFormat) {
     const std::vector<float> out = attend();
     for (size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], i / 40 == 5 || i / 40 == 7 ? 0.0f : whole.out[i]) << i;
   }
+}
+
+TEST(Call, SelectedAttentionOfABatchKeepsEachSamplesText) {
+  const Context context = tested_context();
+  const Inputs in(2, 2, 150, 100, 40, 92);
+  const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
+  Extra extra;
+  extra.keep.assign(2 * 4, 0);
+  set_mask_bit(extra.keep.data(), 3);
+  for (const int64_t j : {50, 99}) set_mask_bit(extra.keep.data() + 4, j);
+  const Result whole = run(plan, in, extra);
+  EXPECT_EQ(whole.keep, extra.keep);
+  Lent<int32_t> labels(*plan.backend, plan.exec, std::ssize(whole.labels));
+  Lent<uint32_t> mask(*plan.backend, plan.exec, std::ssize(whole.mask)), keep(*plan.backend, plan.exec, 8);
+  labels.write(whole.labels);
+  mask.write(whole.mask);
+  keep.write(whole.keep);
+  PreparedCall prepared(plan, in);
+  attend_selected(plan, prepared.args, {labels.data(), mask.data(), keep.data()});
+  EXPECT_EQ(prepared.fetch().out, whole.out);
 }
 
 }  // namespace

@@ -137,6 +137,7 @@ TEST(Png, ReadsEveryColourTypeAsRgb) {
   expect(hand_made(1, 3, 1, 0, "\0\xa0"s), {255, 255, 255, 0, 0, 0, 255, 255, 255});
   expect(hand_made(1, 2, 4, 0, "\0\x1f"s), {17, 17, 17, 255, 255, 255});
   expect(hand_made(1, 1, 16, 2, "\0\1\0\x80\0\xff\xff"s), {1, 128, 255});
+  expect(hand_made(1, 1, 16, 2, "\0\0\xff\1\xc0\xfe\x40"s), {1, 2, 253});  // 0.99, 1.74 and 253.26
   expect(hand_made(1, 3, 8, 3, "\0\1\0\1"s, chunk("PLTE", "\1\2\3\4\5\6"s) + chunk("tRNS", "\0"s)),
          {4, 5, 6, 1, 2, 3, 4, 5, 6});
   // A gamma says how to show the values, not what they are.

@@ -7,6 +7,7 @@
 #include <random>
 #include <set>
 
+#include "measure/recall.h"
 #include "measure/scoring.h"
 #include "reference.h"
 
@@ -172,6 +173,23 @@ TEST(Scoring, AxisSharesSayWhatACoordinateKnows) {
     for (const auto& [label, p] : alone) entropy -= p * std::log(p);
     EXPECT_NEAR(got[axis], information / entropy, 1e-12);
   }
+}
+
+// Masses of 0.75 and 0.25 on the one key that is kept: their deviation is 0.25.
+TEST(Scoring, IntervalsAreOf95PerCentAndAddInQuadrature) {
+  ThreadPool pool(1);
+  const std::vector<ExactQuery> exact = {{0, {0.25, 0.75}, 0.75, {0}}, {1, {0.75, 0.25}, 0.75, {0}}};
+  const int32_t labels[] = {0, 0};
+  const uint32_t mask[] = {2};
+  const Quality one = measure_head(pool, exact, {}, {labels, mask});
+  EXPECT_DOUBLE_EQ(one.mass_recall, 0.5);
+  EXPECT_DOUBLE_EQ(one.mass_interval, 1.96 * 0.25 / std::sqrt(2.0));
+  EXPECT_DOUBLE_EQ(one.oracle_recall, 0.5);
+  EXPECT_DOUBLE_EQ(one.retention, 0.5);
+  Quality heads[] = {one, one, one, one};
+  heads[3].mass_interval = 3 * one.mass_interval;
+  EXPECT_DOUBLE_EQ(mean_quality(heads, 4).mass_interval, one.mass_interval * std::sqrt(12.0) / 4);
+  EXPECT_EQ(mean_quality(heads, 4).queries, 8);
 }
 
 TEST(Scoring, TheAccountIsTheComplexitySections) {

@@ -215,6 +215,8 @@ void expect_not_reused(const char* name) {
   // Nor is a state for other token counts, or without labels, taken.
   const Plan longer(context, settings, Inputs(1, 2, 121, 140, kDim, 1).shape());
   EXPECT_EQ(status_of([&] { own.state.check(longer); }), Status::shape);
+  const Plan more_keys(context, settings, Inputs(1, 2, 120, 141, kDim, 1).shape());
+  EXPECT_EQ(status_of([&] { own.state.check(more_keys); }), Status::shape);
   Settings always = settings;
   always.reuse_interval = 1;
   EXPECT_EQ(status_of([&] { own.state.check(Plan(context, always, in.shape())); }), Status::shape);
@@ -223,6 +225,28 @@ void expect_not_reused(const char* name) {
 TEST(Svoo, AStateOfOtherTokensIsNotReused) {
   expect_not_reused("svoo");
   expect_not_reused("svg2");
+}
+
+// Where queries and keys have the same masks, as in self-attention, their hashes must not cancel.
+TEST(Svoo, AStateOfOtherTokensOnBothSidesIsNotReused) {
+  const Context context = tested_context();
+  const Inputs in(1, 2, 140, 140, kDim, 9);
+  const Settings settings = method("svg2", {{"groups", "7"},
+                                            {"codes", "30"},
+                                            {"reuse_start", "1"},
+                                            {"reuse_steps", "0"},
+                                            {"reuse_interval", "40"},
+                                            {"dense_steps", "0"}});
+  const Plan plan(context, settings, in.shape());
+  OwnState own(plan);
+  Extra extra;
+  extra.state = &own.state;
+  extra.place = {1, 0, 10};
+  run(plan, in, extra);
+  extra.place.step = 1;
+  EXPECT_EQ(run(plan, in, extra).stats.iterations, 0);
+  extra.q_lengths = extra.k_lengths = {130};
+  EXPECT_GT(run(plan, in, extra).stats.iterations, 0);
 }
 
 // At a rho that one cluster passes, what a group keeps is its head's least share of the clusters.

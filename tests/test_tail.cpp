@@ -304,6 +304,30 @@ TEST(TailMean, CallsMixTheMeanIn) {
   EXPECT_GT(largest, 0.01);
 }
 
+// Codes of blocks are less the mean of the keys, and so must be the text's logits beside them: what all keys share moves no
+// softmax.
+TEST(TailMeanOnCpu, WhatAllKeysShareMovesNothing) {
+  const Context context = tested_context();
+  Inputs in(1, 2, 300, 300, 32, 6);
+  const Settings settings = method("scope", {{"encode", "blocks"},
+                                             {"k_block", "16"},
+                                             {"partition", "even:1"},
+                                             {"rule", "fixed"},
+                                             {"density", "0.2"},
+                                             {"groups", "9"},
+                                             {"tail", "mean"},
+                                             {"tail_weight", "1"}});
+  const Plan plan(context, settings, in.shape());
+  Extra extra;
+  extra.keep.assign(10, 0);
+  for (int64_t t = 280; t < 300; ++t) set_mask_bit(extra.keep.data(), t);
+  const Result before = run(plan, in, extra);
+  for (float& x : in.k) x += 0.5f;
+  const Result after = run(plan, in, extra);
+  ASSERT_EQ(before.mask, after.mask);
+  for (size_t i = 0; i < before.out.size(); ++i) ASSERT_NEAR(before.out[i], after.out[i], 1e-4);
+}
+
 // Keys of zero make every logit 0: a query that keeps n keys has a log-sum-exp of log n, and 2^10 times that with its tail.
 TEST(TailMean, LseOfAFlatRowIsFinite) {
   const Context context = tested_context();

@@ -60,6 +60,9 @@ def check_layouts():
     token_major = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
     out = scope_attn.attention(*token_major, rope=ROPE, target_density=0.3, layout="BNHD")
     assert (out.swapaxes(1, 2) == expected).all()
+    one = [x[:, :, :1] for x in token_major]  # of one head, whose own stride means nothing
+    assert (scope_attn.attention(*one, method="dense", layout="BNHD").swapaxes(1, 2)
+            == scope_attn.attention(*(x[:, :1] for x in (q, k, v)), method="dense")).all()
     views = [x.swapaxes(1, 2) for x in token_major]
     out = scope_attn.attention(*views, rope=ROPE, target_density=0.3)
     assert (out == expected).all() and out.strides == views[0].strides
@@ -117,6 +120,7 @@ def check_lse():
     sparse = scope_attn.attention(q, k, v, rope=ROPE, target_density=0.3, return_lse=True)[1]
     assert (sparse < expected).all(), "fewer keys"
     plan = scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, method="dense")
+    assert (plan.run(*token_major, layout="BNHD", return_lse=True)[1] == plan.run(q, k, v, return_lse=True)[1]).all()
     out, lse = plan.run(q, k, v, k_lengths=[0, 280], return_lse=True)
     assert (lse[0] == -np.inf).all() and not out[0].any() and np.abs(lse[1] - expected[1]).max() < 1e-5
 

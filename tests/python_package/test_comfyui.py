@@ -343,6 +343,14 @@ def test_masks(node, monkeypatch, name):
     assert largest(far, dense) > 0.01, "the mask matters"
 
 
+def test_a_mask_is_of_its_call_alone(node):
+    sampler = Sampler(branches=1)
+    mask = torch.where(torch.arange(TOKENS) < 200, 0.0, -torch.inf)[None, None]
+    forward = lambda *args: wan(*args, mask=mask) + wan(*args)
+    everywhere = patched(node, target_density=1.0, settings="dense_layers=0\ndense_steps=0")
+    assert largest(sampler.sample(everywhere, forward), sampler.sample(Patcher(WanModel()), forward)) < 1e-5
+
+
 @pytest.mark.parametrize("mask, words", [
     (torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(), "a row for each query"),
     (torch.ones(1, HEADS, 1, TOKENS, dtype=torch.bool), "a row for each head"),

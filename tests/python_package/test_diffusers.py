@@ -20,6 +20,8 @@ import diffusers  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn  # noqa: E402
 
+from scope_attn import _diffusers  # noqa: E402
+
 KINDS = {
     "wan2.1": (tiny.wan, tiny.make_wan),
     "wan2.2": (lambda: tiny.wan(experts=2), tiny.make_wan),
@@ -429,6 +431,18 @@ def test_long_texts(dtype):
             prompt_embeds_2=tiny.randn(1, 310, 12), prompt_embeds_mask_2=mask(310, second))
 
 
+def test_lengths_are_those_of_the_masks():
+    """They are read once for each mask, also where a branch goes on with another."""
+    expert = _diffusers.Expert("transformer", _diffusers.FAMILIES["HunyuanVideoTransformer3DModel"])
+    read = []
+
+    def lengths(*masks):
+        return expert.text_lengths("cond", _diffusers.Text(8, masks, lambda *masks: read.append(masks) or _diffusers.count_valid(*masks)))
+
+    three, five = torch.arange(8)[None] < 3, torch.arange(8)[None] < 5
+    assert [lengths(three), lengths(three), lengths(five), lengths(three, five)] == [[3], [3], [5], [8]] and len(read) == 3
+
+
 def test_min_tokens():
     pipe = tiny.wan()
     untouched = tiny.make_wan(pipe)
@@ -454,6 +468,10 @@ def test_receipt(tmp_path):
     saved = json.loads((tmp_path / "receipt.json").read_text())
     assert saved["method"] == "scope-mean" and saved["rope"] == [8, 8, 8] and len(saved["calls"]) == 30
     assert all(0 < call["seconds"] < 5 for call in saved["calls"]) and sum(call["warm"] for call in saved["calls"]) == 12
+    assert [(call["layer"], call["step"]) for call in saved["calls"]] == [(layer, step) for step in range(5) for _ in range(2)
+                                                                         for layer in range(3)]
+    sparse = [call["density"] for call in saved["calls"] if call["sparse"]]
+    assert saved["density"] == receipt.density == sum(sparse) / 16, "of sparse calls alone"
 
 
 def test_preset():
@@ -486,6 +504,7 @@ def test_report(tmp_path):
     seconds = run["seconds"]
     assert seconds["total"] > 0 and all(value >= 0 for value in seconds.values())
     assert abs(seconds["total"] - sum(value for name, value in seconds.items() if name != "total")) < 1e-6
+    assert abs(seconds["dense_prefix"] - sum(call.seconds for call in receipt.calls if not call.sparse)) < 1e-6
     assert (clip["frames"], clip["height"], clip["width"], clip["columns"], len(clip["runs"][0]["sheets"])) == (3, 16, 24, 3, 1)
     with pytest.raises(ValueError, match="pass one video"):
         receipt.report(tmp_path / "clip.html", frames=torch.rand(1, 3, 16, 24, 3).numpy())

@@ -117,6 +117,7 @@ def test_schedule(host):
     exact = dense(*qkv)
     assert (implementation("blocks.0.attn1.impl").forward(*qkv, metadata(cache)) - exact).abs().max() < 1e-5
     layer = implementation()
+    assert (layer.forward(*qkv, metadata(Cache(), timestep=900.0)) - exact).abs().max() > 0.01, "the bound itself is sparse"
     plain = layer.forward(*qkv, metadata(cache, timestep=950))
     assert (plain - exact).abs().max() < 1e-5
     state = vars(cache)["scope_states"][layer, False, tuple(qkv[0].shape)]
