@@ -115,7 +115,12 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert len(lines) == 3 * len(rows)
     for line in lines:
         row, seed = rows[line["variant"], float(line["target"])], int(line["seed"])
-        assert near(float(line["psnr"]), row["psnr"][seed], 1e-6) and near(float(line["seconds"]), row["seconds"]["total"][seed], 1e-5)
+        sparse = row["seconds"]["sparse_attention"][seed] + row["seconds"]["selection"][seed]
+        for name, value in {"density": row["density"][seed], "psnr": row["psnr"][seed], "pooled_psnr": row["pooled_psnr"][seed],
+                            "ssim": row["ssim"][seed], "seconds": row["seconds"]["total"][seed], "sparse_seconds": sparse,
+                            "dense_seconds": data["dense"]["seconds"]["total"][seed],
+                            "same_calls_dense_seconds": row["same_calls_dense_seconds"][seed]}.items():
+            assert near(float(line[name]), value, 1e-5), (line, name, value)
     plot = open(f"{FOLDER}/a.svg").read()
     assert plot.count("<polyline") == 3 and all(v in plot for v in variants)
 

@@ -176,6 +176,7 @@ with tempfile.TemporaryDirectory() as FOLDER:
     runs = [json.load(open(f"{FOLDER}/{name}/run.json")) for name in ("whole", "run")]
     same = lambda run: [[(c["density"], c["head_density"], c["k_head"], c["dense"]) for c in step] for step in run["layers"]]
     assert same(runs[0]) == same(runs[1]) and runs[0]["density"] == runs[1]["density"], "what was done before is told too"
+    assert all(c["selection_seconds"] > 0 and c["attention_seconds"] > 0 for step in runs[1]["layers"] for c in step if not c["dense"])
 
     # Every third step; two experts, stopped before the second.
     pipeline, case = f"{CASES}/wan22_t2v", f"{CASES}/wan22_t2v/case.safetensors"

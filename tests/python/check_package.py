@@ -63,6 +63,8 @@ def check_layouts():
     one = [x[:, :, :1] for x in token_major]  # of one head, whose own stride means nothing
     assert (scope_attn.attention(*one, method="dense", layout="BNHD").swapaxes(1, 2)
             == scope_attn.attention(*(x[:, :1] for x in (q, k, v)), method="dense")).all()
+    last = [x[:, :1][:, ::-1] for x in token_major]  # nor does one token's, which may be below 0
+    assert (scope_attn.attention(*last, method="dense", layout="BNHD") == last[2]).all()
     views = [x.swapaxes(1, 2) for x in token_major]
     out = scope_attn.attention(*views, rope=ROPE, target_density=0.3)
     assert (out == expected).all() and out.strides == views[0].strides
@@ -127,6 +129,9 @@ def check_lse():
 
 def check_states():
     q, k, v = qkv(batch=1)
+    plan = scope_attn.Plan(batch=1, heads=3, q_tokens=280, k_tokens=280, dim=64, rope=ROPE, dense_layers=1, dense_steps=0.5, warm_prefix=True)
+    refuses(ValueError, "got 0, 0, 4, where no dense call clusters",
+            lambda: plan.cluster(q, k, state=scope_attn.State(layer=3), layer=0, step=0, steps=4))
     call = lambda state, **more: scope_attn.attention(q, k, v, rope=ROPE, target_density=0.3, state=state, **more)
     state = scope_attn.State()
     assert not state.filled
