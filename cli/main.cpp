@@ -158,7 +158,7 @@ int run(int argc, char** argv) {
   } catch (const std::system_error& error) {
     if (std::ferror(stdout) != 0) return stdout_failed(error.code().value());
     scope::cli::tell("scope: {}\n", shown(error.what()));
-    return 1;
+    return error.code() == std::errc::resource_unavailable_try_again ? 5 : 1;  // 5: a thread could not be started
   } catch (const std::exception& error) {
     scope::cli::tell("scope: {}\n", shown(error.what()));
     return 1;

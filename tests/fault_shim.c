@@ -1,7 +1,9 @@
-// Lets one file operation below a folder fail, for tests: preloaded into the command, or compiled into a program.
+// Lets one file operation below a folder, or the start of a thread, fail, for tests: preloaded into the command, or compiled
+// into a program.
 //   SCOPE_FAULT_UNDER=FOLDER   whose files count
 //   SCOPE_FAULT_AT=N           the N-th operation fails with EIO; 0: none
 //   SCOPE_FAULT_RENAME=none    renameat2 has no flags, as on file systems without them
+//   SCOPE_FAULT_THREAD=N       the N-th start of a thread fails
 //   SCOPE_FAULT_COUNT=FILE     where the number of operations is written at the end
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -9,6 +11,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -24,6 +27,8 @@
 
 char fault_under[PATH_MAX] = "";
 atomic_long fault_at = 0, fault_seen = 0;
+static atomic_long thread_starts = 0;
+static long failing_start = 0;
 static bool plain_renames = false;
 static atomic_bool watched[MOST_FILES];
 
@@ -32,6 +37,8 @@ __attribute__((constructor)) static void read_environment(void) {
   const char* at = getenv("SCOPE_FAULT_AT");
   if (under != NULL) snprintf(fault_under, sizeof fault_under, "%s", under);
   if (at != NULL) fault_at = atol(at);
+  const char* start = getenv("SCOPE_FAULT_THREAD");
+  if (start != NULL) failing_start = atol(start);
   plain_renames = getenv("SCOPE_FAULT_RENAME") != NULL;
 }
 
@@ -94,6 +101,10 @@ ssize_t pread(int fd, void* to, size_t bytes, off_t at) {
 ssize_t write(int fd, const void* from, size_t bytes) { return fails(is_watched(fd)) ? -1 : REAL(write)(fd, from, bytes); }
 int fstat(int fd, struct stat* to) { return fails(is_watched(fd)) ? -1 : REAL(fstat)(fd, to); }
 int fsync(int fd) { return fails(is_watched(fd)) ? -1 : REAL(fsync)(fd); }
+int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*start)(void*), void* argument) {
+  if (atomic_fetch_add(&thread_starts, 1) + 1 == failing_start) return EAGAIN;
+  return REAL(pthread_create)(thread, attributes, start, argument);
+}
 // The number is free afterwards even when closing fails.
 int close(int fd) {
   const bool failed = fails(is_watched(fd));

@@ -1,4 +1,4 @@
-"""Every file operation of the command fails once, in turn: it says so, what was there stays, and no temporary is left.
+"""Every file operation and thread start of the command fails once, in turn: it says so, what was there stays, and no temporary is left.
 
     check_faults.py SCOPE-COMMAND REPOSITORY FAULT-SHIM
 """
@@ -16,7 +16,7 @@ import zlib
 import numpy
 
 SCOPE, REPOSITORY, SHIM = map(os.path.abspath, sys.argv[1:])
-IO = 3  # the exit code of an error of files
+IO, MEMORY = 3, 5  # exit codes
 failed = survived = 0
 
 
@@ -95,13 +95,16 @@ with tempfile.TemporaryDirectory(dir=place) as folder, contextlib.chdir(folder):
     each_fault("attend", *inputs, "-o", "out.npy", "--method", "svoo", "--set", "profile=profile.csv",
                "--layer", 0, "--step", 30, "--steps", 50, "--set", "dense_layers=0")
     assert run(0, ("make-qkv", "--grid", "2x4x5", "--rope", "8,4,4", "-o", "in.safetensors")).returncode == 0
-    attend = ("attend", "in.safetensors", "--threads", 1, "-o", "out.safetensors", "--stats", "stats.json", "--state", "warm")
-    each_fault(*attend)
-    each_fault(*attend, SCOPE_FAULT_RENAME="none")
+    attend = ("attend", "in.safetensors", "-o", "out.safetensors", "--stats", "stats.json", "--state", "warm", "--threads")
+    each_fault(*attend, 1)
+    each_fault(*attend, 1, SCOPE_FAULT_RENAME="none")
+    for start in (1, 2, 3):  # of the thread that takes interrupts, and of two that compute
+        before, done = snapshot(), run(0, (*attend, 3), SCOPE_FAULT_THREAD=str(start))
+        assert done.returncode == MEMORY and done.stderr.startswith("scope: ") and snapshot() == before, (start, done)
     # A run: frames and JSON in a folder that is replaced as a whole; then its frames are read.
     save_png("first.png", 16, 24)
-    os.symlink(f"{REPOSITORY}/models/tiny-wan", "../model")  # a relative path, so that reading it counts too
-    generate = ("generate", "--model", "../model", "--grid", "5x4x6", "--image", "first.png", "--steps", 1, "--threads", 1, "-o", "run")
+    model = f"{REPOSITORY}/models/tiny-wan"  # elsewhere: its hundreds of tensors are read as those of attend are
+    generate = ("generate", "--model", model, "--grid", "5x4x6", "--image", "first.png", "--steps", 1, "--threads", 1, "-o", "run")
     assert run(0, generate).returncode == 0
     each_fault(*generate, "--seed", 3)
     each_fault("evaluate", "run", "run", "--json", "quality.json", "--csv", "frames.csv", "--plot", "psnr.svg")
