@@ -21,14 +21,16 @@ from PIL import Image  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 from scope_attn.reproduce import __main__ as command  # noqa: E402
-from scope_attn.reproduce import profile, quality, results, table, work  # noqa: E402
-from scope_attn.reproduce.settings import METHODS, SETTINGS  # noqa: E402
+from scope_attn.reproduce import maker, metrics, profile, quality, results, work  # noqa: E402
+from scope_attn.reproduce.settings import METHODS, PAPER_COLUMNS, SETTINGS  # noqa: E402
 
 if tiny.DEVICE != "cpu":
     pytest.skip("the CPU shows it", allow_module_level=True)
 
 SCOPE = os.environ.get("SCOPE_COMMAND", str(Path(__file__).parents[2] / "build/release/bin/scope"))
+CONTROL = "dense:_native_math"
 SMALL = "--size", "224x128", "--frames", "9", "--steps", "5", "--min-tokens", "0"
+TWO = "--no-control", "--methods", "svoo", "scope"
 needs_command = pytest.mark.skipif(not os.path.exists(SCOPE), reason="there is no scope command")
 
 
@@ -63,26 +65,31 @@ def videos(out):
 def made(place):
     """Two prompts with two methods, one of which takes a profile."""
     out = place / "made"
-    assert run(place, "wan2.1-t2v", out, "--methods", "svoo", "scope") == 0
+    assert run(place, "wan2.1-t2v", out, *TWO) == 0
     return out
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_six(place, tmp_path, capsys, setting):
-    """Every method of the paper and ours; the table has our figures and the paper's. $SCOPE_TABLES collects the six."""
+    """Every method of the paper, ours and the control; the table has our figures and the paper's. $SCOPE_TABLES collects the six."""
     out = tmp_path / "out"
     assert run(place, setting, out, "--first", "1") == 0
     shown = capsys.readouterr().out
-    rows = {row["method"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
-    assert list(rows) == list(METHODS)
+    about = json.loads((out / "table.json").read_text())
+    rows = {row["method"]: row for row in about["rows"]}
+    assert list(rows) == ["dense", CONTROL, *METHODS[1:]] and rows["scope-paper"]["paper"]["psnr"] == SETTINGS[setting].paper["scope-paper"][0]
+    assert (about["dense_backend"], about["compile"], about["negative_prompt"]) == ("native", False, SETTINGS[setting].negative)
+    control = rows.pop(CONTROL)
+    assert (control["psnr"] == "equal" or control["psnr"] > 60) and control["ssim_box"] > 0.999 and control["density"] is None
     for method, row in rows.items():
         files = {path.name for path in (out / method / "0000").iterdir()}
         assert files - {"clip.mp4"} == {"run.json", *(f"frame_{i:03d}.png" for i in range(9))}
         assert ("clip.mp4" in files) == bool(results.ffmpeg()) and row["videos"] == 1 and row["seconds"] > 0
         if method != "dense":
-            assert 25 < row["psnr"] < 80 and 0.7 < row["ssim"] <= 1 and 0.3 < row["density"] < 0.95
-    assert rows["scope"]["paper"]["psnr"] == SETTINGS[setting].paper["scope"][0] and rows["scope-mean"]["paper"] is None
-    assert str(rows["scope"]["paper"]["psnr"]) in shown and f"{rows['scope']['psnr']:.2f}" in shown
+            assert 25 < row["psnr"] < 80 and 0.7 < row["ssim"] <= 1 and 0.7 < row["ssim_box"] <= 1 and 0.3 < row["density"] < 0.95
+    ours = rows["scope-paper"]
+    assert str(ours["paper"]["psnr"]) in shown and f"{ours['psnr']:.2f}" in shown and rows["scope-mean"]["paper"] is None
+    assert json.loads((out / "scope-paper/0000/run.json").read_text())["receipt"][0].startswith("scope-paper")
     lines = (out / "profile.csv").read_text().splitlines()
     assert lines[0] == "step,layer,head,density" and len(lines) == 1 + 5 * 2 * 2
     assert "profile" in " ".join(json.loads((out / "svoo/0000/run.json").read_text())["receipt"])
@@ -92,14 +99,14 @@ def test_six(place, tmp_path, capsys, setting):
 
 
 def test_goes_on(place, made, capsys):
-    """What is missing is made again with the same bits, the dense video without the profile's watcher too, and nothing else is."""
+    """What is missing is made again with the same bits, and nothing else is."""
     before, table_before = videos(made), (made / "table.md").read_text()
     for gone in ("dense/0000", "svoo/0001"):
         shutil.rmtree(made / gone)
-    assert run(place, "wan2.1-t2v", made, "--methods", "svoo", "scope") == 0
-    assert "video 2 of 2: svoo, prompt 1" in capsys.readouterr().out and videos(made) == before
-    assert run(place, "wan2.1-t2v", made, "--methods", "svoo", "scope") == 0
-    assert "video" not in capsys.readouterr().out.split("###")[0]
+    assert run(place, "wan2.1-t2v", made, *TWO) == 0
+    assert "2 of 2: svoo, prompt 1" in capsys.readouterr().out and videos(made) == before
+    assert run(place, "wan2.1-t2v", made, *TWO) == 0
+    assert " of " not in capsys.readouterr().out.split("###")[0]
     figures = [line.split("|")[2:5] for line in table_before.splitlines() if line.startswith("| sc")]
     assert figures == [line.split("|")[2:5] for line in (made / "table.md").read_text().splitlines() if line.startswith("| sc")]
 
@@ -108,9 +115,9 @@ def test_more_methods(place, made, tmp_path, capsys):
     """A method that is added later, and fewer prompts."""
     out = tmp_path / "out"
     shutil.copytree(made, out)
-    assert run(place, "wan2.1-t2v", out, "--methods", "scope:rho=0.5", "--first", "1") == 0
+    assert run(place, "wan2.1-t2v", out, "--no-control", "--methods", "scope:rho=0.5", "--first", "1") == 0
     shown = capsys.readouterr().out
-    assert "video 1 of 1: scope:rho=0.5" in shown and len(json.loads((out / results.Results.NAME).read_text())["prompts"]) == 2
+    assert "1 of 1: scope:rho=0.5" in shown and len(json.loads((out / results.Results.NAME).read_text())["prompts"]) == 2
 
 
 def python(*given):
@@ -120,7 +127,7 @@ def python(*given):
 def test_killed(place, made, tmp_path):
     """A process that dies leaves whole videos alone, and the next run makes the rest."""
     out = tmp_path / "out"
-    given = arguments(place, "wan2.1-t2v", out, "--methods", "svoo", "scope")
+    given = arguments(place, "wan2.1-t2v", out, *TWO)
     process = python("-m", "scope_attn.reproduce", *given)
     while not (out / "dense/0001").exists():
         assert process.poll() is None, process.communicate()
@@ -135,10 +142,10 @@ def test_ranks(place, made, tmp_path):
     """Two ranks take each video once, wait for the profile, and give the bits of one."""
     out = tmp_path / "out"
     process = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "scope_attn.reproduce",
-                     *arguments(place, "wan2.1-t2v", out, "--methods", "svoo", "scope"))
+                     *arguments(place, "wan2.1-t2v", out, *TWO))
     said, wrong = process.communicate()
     assert process.returncode == 0, wrong
-    assert sorted(line.split(":")[0] for line in said.splitlines() if line.startswith("video")) == [f"video {i} of 6" for i in range(1, 7)]
+    assert sorted(line.split(":")[0] for line in said.splitlines() if " of 7: " in line) == [f"{i} of 7" for i in range(1, 8)]
     assert said.count("###") == 1 and videos(out) == videos(made)
 
 
@@ -150,15 +157,27 @@ def test_quality_is_the_command(made):
         subprocess.run([SCOPE, "evaluate", dense, scope, "--skip", str(skip), "--json", made / "evaluate.json"], check=True)
         theirs = json.loads((made / "evaluate.json").read_text())
         cpu = torch.device("cpu")
-        ours = quality.compare(dense, scope, quality.measures(cpu), skip, cpu)
+        ours = quality.compare(dense, scope, skip, cpu)
         assert ours["psnr"] == pytest.approx(theirs["psnr"], abs=1e-9) and ours["ssim"] == pytest.approx(theirs["ssim"], abs=1e-9)
     os.remove(made / "evaluate.json")
 
 
 def test_equal_videos(made):
     cpu = torch.device("cpu")
-    same = quality.compare(made / "dense/0000", made / "dense/0000", quality.measures(cpu), 0, cpu)
-    assert same == dict(psnr=None, ssim=pytest.approx(1))
+    same = quality.compare(made / "dense/0000", made / "dense/0000", 0, cpu)
+    assert same == dict(psnr=None, ssim=pytest.approx(1), ssim_box=pytest.approx(1))
+
+
+def test_box_ssim():
+    """Of every pixel's 11 x 11 window, with zeros beyond the frame, written out."""
+    a, b = (torch.rand(3, 13, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (0, 1))
+    (pa, pb), found = (torch.nn.functional.pad(x, (5, 5, 5, 5)) for x in (a, b)), []
+    for c, y, x in numpy.ndindex(3, 13, 12):
+        wa, wb = (p[c, y:y + 11, x:x + 11] for p in (pa, pb))
+        ma, mb = wa.mean(), wb.mean()
+        va, vb, cov = (wa**2).mean() - ma**2, (wb**2).mean() - mb**2, (wa * wb).mean() - ma * mb
+        found.append((2 * ma * mb + 1e-4) * (2 * cov + 9e-4) / ((ma**2 + mb**2 + 1e-4) * (va + vb + 9e-4)))
+    assert quality.frame_ssim_box(a, b) == pytest.approx(float(sum(found)) / len(found), abs=1e-12)
 
 
 @needs_command
@@ -168,44 +187,172 @@ def test_profile_is_the_command(tmp_path):
     save_file({name: x.numpy() for name, x in zip("qkv", (q, k, v))}, tmp_path / "qkv.safetensors")
     subprocess.run([SCOPE, "profile", f"0:0:{tmp_path}/qkv.safetensors", "--samples", "all", "-o", tmp_path / "profile.csv"], check=True)
     theirs = [float(line.split(",")[3]) for line in (tmp_path / "profile.csv").read_text().splitlines()[1:]]
-    assert profile.densities(q.transpose(0, 1), k.transpose(0, 1), 200) == pytest.approx(theirs, abs=1e-4)
-    assert profile.densities(q.transpose(0, 1), k.transpose(0, 1), 50) == pytest.approx(theirs, abs=0.05)
+    assert profile.densities(q.transpose(0, 1), k.transpose(0, 1), 200).tolist() == pytest.approx(theirs, abs=1e-4)
+    assert profile.densities(q.transpose(0, 1), k.transpose(0, 1), 50).tolist() == pytest.approx(theirs, abs=0.05)
 
 
-def test_packages(place, made, tmp_path, monkeypatch, capsys):
-    """LPIPS of frames in [-1, 1] and VBench's own results stand in the table, where the packages are."""
+LPIPS = """import torch
+class LPIPS(torch.nn.Module):
+    def __init__(self, net, verbose):
+        super().__init__()
+        self.factor = dict(alex=1, vgg=10)[net]
+        if net == "vgg" and {offline}: raise OSError("<urlopen error [Errno 111]\\nConnection refused>")
+    def forward(self, a, b): return self.factor * ((a - b).abs().mean() + float(a.min() < 0))
+"""
+VBENCH = """import json, os
+class VBench:
+    def __init__(self, device, info, output): self.output = output
+    def evaluate(self, videos_path, name, dimension_list, mode):
+        clips = os.listdir(videos_path)
+        assert mode == "custom_input" and sorted(clips) == ["0000.mp4", "0001.mp4"] and os.path.exists(f"{videos_path}/0000.mp4")
+        if dimension_list[0].startswith("aes") and {offline}: raise RuntimeError("wget: unable to resolve host")
+        found = {each: [len(each) / 100, [dict(video_path=clip) for clip in clips]] for each in dimension_list}
+        json.dump(found, open(f"{self.output}/{name}_eval_results.json", "w"))
+"""
+
+
+def interpreter(folder, offline, **packages):
+    """A Python that has these packages, as --metrics-python takes it, and none of ours."""
+    folder.mkdir()
+    for name, source in packages.items():
+        (folder / f"{name}.py").write_text(source.replace("{offline}", str(offline)))
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec "{sys.executable}" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_metrics(place, made, tmp_path, capfd):
+    """LPIPS and VBench by another interpreter: what lacks its weights leaves its columns, a note, and is measured when they are there."""
     out = tmp_path / "out"
     shutil.copytree(made, out)
-    (tmp_path / "lpips.py").write_text("import torch\n"
-                                       "class LPIPS(torch.nn.Module):\n"
-                                       "    def __init__(self, net, verbose): super().__init__()\n"
-                                       "    def forward(self, a, b): return (a - b).abs().mean() / 2 + float(a.min() >= 0)\n")
-    (tmp_path / "vbench").mkdir()
-    (tmp_path / "vbench/__init__.py").write_text(
-        "import json, os\n"
-        "class VBench:\n"
-        "    def __init__(self, device, info, output): self.output = output\n"
-        "    def evaluate(self, videos_path, name, dimension_list, mode):\n"
-        "        clips = os.listdir(videos_path)\n"
-        "        assert mode == 'custom_input' and sorted(clips) == ['0000.mp4', '0001.mp4']\n"
-        "        found = {each: [0.1 * (i + 1), [dict(video_path=clip) for clip in clips]] for i, each in enumerate(dimension_list)}\n"
-        "        json.dump(found, open(f'{self.output}/{name}_eval_results.json', 'w'))\n")
     for clip in out.glob("*/0*/"):
         if clip.is_dir():
             (clip / "clip.mp4").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    quality.lpips_model.cache_clear()
-    assert run(place, "wan2.1-t2v", out, "--methods", "svoo", "scope") == 0
-    quality.lpips_model.cache_clear()
-    for name in ("lpips", "vbench"):
-        sys.modules.pop(name)
-    shown = capsys.readouterr().out
-    rows = {row["method"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
+
+    def table(python):
+        assert run(place, "wan2.1-t2v", out, *TWO, "--metrics-python", python) == 0
+        return {row["method"]: row for row in json.loads((out / "table.json").read_text())["rows"]}, capfd.readouterr().out
+
+    rows, shown = table(interpreter(tmp_path / "alone", False, lpips=LPIPS))
+    assert rows["scope"]["lpips_vgg"] and rows["dense"]["imaging_quality"] is None and rows["dense"]["lpips_vgg"] is None
+    assert "BackConsist: pip install vbench" in shown and "pip install lpips" not in shown
+    for path in out.glob("*/*.quality.json"):  # nothing of LPIPS is known again
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps({name: found[name] for name in quality.MEASURES}))
+
+    rows, shown = table(interpreter(tmp_path / "offline", True, lpips=LPIPS, vbench=VBENCH))
+    assert "LPIPS of the net vgg is left out: OSError: <urlopen error [Errno 111] Connection refused>; torchvision downloads" in shown
+    assert shown.count("VBench's aesthetic_quality is left out: RuntimeError: wget: unable to resolve host") == 1
+    assert rows["scope"]["lpips_alex"] and rows["scope"]["lpips_vgg"] is None and rows["scope"]["psnr"]
+    assert rows["dense"]["imaging_quality"] == 0.15 and rows["dense"]["aesthetic_quality"] is None
+
+    rows, shown = table(interpreter(tmp_path / "online", False, lpips=LPIPS, vbench=VBENCH))
     frames = [numpy.stack([numpy.asarray(Image.open(path), float) for path in sorted(out.glob(f"{name}/*/*.png"))])
               for name in ("dense", "scope")]
-    assert rows["scope"]["lpips"] == pytest.approx(abs(frames[0] - frames[1]).mean() / 255, rel=1e-3)
-    assert [rows["dense"][name] for name in quality.DIMENSIONS] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert "pip install" not in shown and "video" not in shown.split("###")[0]
+    apart = abs(frames[0] - frames[1]).mean() / 255
+    expected = dict(lpips_alex=1 + 2 * apart, lpips_vgg=10 * (1 + 2 * apart), lpips_svg2=10 * apart)  # frames in [-1, 1], SVG2's in [0, 1]
+    assert {name: rows["scope"][name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    assert [rows["dense"][name] for name in metrics.DIMENSIONS] == [0.15, 0.17, 0.19, 0.22]
+    assert "left out" not in shown and "pip install" not in shown and " of 6" not in shown
+
+    broken = tmp_path / "broken"
+    path = interpreter(broken, False, lpips=LPIPS, vbench="import os\nos._exit(7)\n")
+    (out / "scope/vbench.json").unlink()
+    rows, shown = table(path)
+    assert "their process ended with status 7" in shown and rows["scope"]["lpips_vgg"] and rows["scope"]["imaging_quality"] is None
+
+
+def test_metrics_stand_alone():
+    """The file that another interpreter runs imports nothing of the package, and neither numpy nor PyTorch before it must."""
+    code = f"import sys, runpy; sys.argv = ['metrics.py', 'probe']; runpy.run_path({metrics.__file__!r}, run_name='__main__'); " \
+        "assert not {'numpy', 'torch', 'scope_attn'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert set(json.loads(done.stdout)) == {"lpips", "vbench", "missing"}
+
+
+def calls(monkeypatch):
+    """The backend and mask of each of diffusers' own attention calls."""
+    seen, registry = [], maker.attention_dispatch._AttentionBackendRegistry
+    for name in ("native", "_native_math"):
+        name = maker.attention_dispatch.AttentionBackendName(name)
+
+        def watched(query, key, value, attn_mask=None, *rest, own=registry._backends[name], name=name, **more):
+            seen.append((name.value, attn_mask is not None))
+            return own(query, key, value, attn_mask, *rest, **more)
+
+        monkeypatch.setitem(registry._backends, name, watched)
+    return seen
+
+
+@pytest.mark.parametrize("setting", ("wan2.1-t2v", "hunyuan-t2v", "hunyuan-i2v"))
+def test_dense_is_one(place, tmp_path, monkeypatch, setting):
+    """Dense videos, and dense calls of sparse ones, come from --dense-backend, without a mask; the control from its own."""
+    seen = calls(monkeypatch)
+    given = "--first", "1", "--methods", "scope-paper", "--dense-backend", "_native_math"
+    assert run(place, setting, tmp_path / "out", "--no-control", *given) == 0
+    dense = len(seen)
+    assert set(seen) == {("_native_math", False)}
+    seen.clear()
+    assert run(place, setting, tmp_path / "out", *given) == 0  # the control, and nothing else
+    assert set(seen) == {("_native_math", False), ("native", False)} and 0 < seen.count(("native", False)) < dense
+
+
+@pytest.mark.parametrize("setting", ("hunyuan-t2v", "hunyuan-i2v"))
+def test_padding(place, tmp_path, monkeypatch, setting):
+    """HunyuanVideo without padding and mask makes the video that it makes with them, to rounding."""
+    out, given = [], ("--first", "1", "--no-control", "--methods", "dense")
+    for name in ("without", "with"):
+        assert run(place, setting, tmp_path / name, *given) == 0
+        out.append(numpy.stack([numpy.asarray(Image.open(path), int) for path in sorted((tmp_path / name).glob("dense/0000/*.png"))]))
+        monkeypatch.setattr(maker, "leave_out_padding", lambda pipe: None)
+    assert abs(out[0] - out[1]).max() <= 1 and out[0].std() > 1
+
+
+def test_padding_in_front(place):
+    """A tokenizer that pads in front is refused in words: diffusers would take the padding for the prompt."""
+    class Pipe:
+        def encode_prompt(self):
+            return torch.zeros(1, 3, 4), torch.zeros(1, 4), torch.tensor([[0, 1, 1]])
+
+        class transformer:
+            transformer_blocks = single_transformer_blocks = ()
+
+    pipe = Pipe()
+    maker.leave_out_padding(pipe)
+    with pytest.raises(work.Refused, match="expected it behind"):
+        pipe.encode_prompt()
+
+
+def test_compiled(place, tmp_path):
+    """Every method's blocks are compiled, before what is timed begins, and videos stay the same to rounding."""
+    small = "--size", "64x64", "--frames", "5", "--steps", "2", "--first", "1", "--no-control", "--methods", "scope-paper"
+    for name, more in (("eager", ()), ("compiled", ("--compile",))):
+        assert run(place, "wan2.1-t2v", tmp_path / name, *small, *more) == 0
+    table = (tmp_path / "compiled/table.md").read_text()
+    assert "dense attention native, compiled, on CPU" in table
+    for method in ("dense", "scope-paper"):
+        assert json.loads((tmp_path / f"compiled/{method}/0000/run.json").read_text())["graphs_compiled"] == 0
+        frames = [numpy.stack([numpy.asarray(Image.open(path), int) for path in sorted((tmp_path / name / method).glob("0000/*.png"))])
+                  for name in ("eager", "compiled")]
+        assert abs(frames[0] - frames[1]).max() <= 1
+
+
+def test_negative_prompt(place, tmp_path, monkeypatch):
+    """The scripts' of SVG2 and SpargeAttn by default, another, or none."""
+    seen, own = [], maker.Maker.call
+
+    def call(self, *given, **more):
+        seen.append(self.fixed.get("negative_prompt"))
+        return own(self, *given, **more)
+
+    monkeypatch.setattr(maker.Maker, "call", call)
+    small = "--size", "64x64", "--frames", "5", "--steps", "1", "--first", "1", "--no-control", "--methods", "dense"
+    for i, (setting, more) in enumerate((("wan2.1-t2v", ()), ("wan2.2-t2v", ()), ("wan2.1-t2v", ("--negative-prompt", "dark")),
+                                         ("wan2.1-t2v", ("--negative-prompt", "none")), ("hunyuan-t2v", ()))):
+        assert run(place, setting, tmp_path / str(i), *small, *more) == 0
+    shown = [text and text[:12] for text in dict.fromkeys(seen)]
+    assert shown == ["Bright tones", "色调艳丽，过曝，静态，细", "dark", None]
 
 
 def test_full_disk(place, made, tmp_path, monkeypatch, capsys):
@@ -221,7 +368,7 @@ def test_full_disk(place, made, tmp_path, monkeypatch, capsys):
         own(image, path, *rest)
 
     monkeypatch.setattr(Image.Image, "save", save)
-    assert run(place, "wan2.1-t2v", out, "--methods", "scope-mean") == 1
+    assert run(place, "wan2.1-t2v", out, "--no-control", "--methods", "scope-mean") == 1
     assert "No space left" in capsys.readouterr().err and videos(out) == before and not list(out.glob("*/.*"))
 
 
@@ -251,7 +398,18 @@ def test_crop(tmp_path):
     "size": (["--size", "1280x721"], "multiples of 16"),
     "frames": (["--frames", "80"], "one more than a multiple of 4"),
     "density": (["--target-density", "20"], "expected a share in (0, 1]"),
-    "negative": (["--setting", "hunyuan-t2v", "--negative-prompt", "dark"], "HunyuanVideo runs without one"),
+    "negative": (["--setting", "hunyuan-t2v", "--negative-prompt", "dark"], "HunyuanVideo's guidance is embedded"),
+    "backend": (["--dense-backend", "cudnn"], '--dense-backend: got "cudnn", expected of diffusers\' _flash_3'),
+    "our backend": (["--dense-backend", "scope"], '--dense-backend: got "scope"'),
+    "backend that cannot": (["--control-backend", "_native_xla"], "_native_xla does not run here"),
+    "no control": (["--control-backend", "native"], "got native, which dense videos are made with"),
+    "control of none": (["--no-control", "--control-backend", "_native_flash"], "no control row"),
+    "interpreter": (["--metrics-python", "no/python"], "no/python does not run"),
+    "no interpreter": (["--metrics-python", shutil.which("false")], "is no Python 3.9 or later"),
+    "no packages": (["--metrics-python", shutil.which("python3")], "has neither lpips nor vbench"),
+    "folder's backend": (["--dense-backend", "_native_flash", "--out", "made"], "has dense_backend 'native', and this run '_native_flash'"),
+    "folder's compile": (["--compile", "--out", "made"], "has compile False, and this run True"),
+    "folder's negative": (["--negative-prompt", "none", "--out", "made"], "has negative_prompt 'Bright tones"),
     "no model": (["--model", "no/such/folder"], "--model: no/such/folder: "),
     "other model": (["--setting", "hunyuan-t2v"], "is a WanPipeline, and hunyuan-t2v takes a HunyuanVideoPipeline"),
     "other folder": (["--out", "."], "holds something else"),
@@ -278,9 +436,9 @@ def test_refused(place, made, monkeypatch, capsys, more, words):
 def test_paper():
     """Five methods of each setting, of which the paper's is the best in PSNR, SSIM and LPIPS, as it says."""
     for setting in SETTINGS.values():
-        assert len(setting.paper) == 5 and all(len(row) == len(table.COLUMNS) for row in setting.paper.values())
+        assert len(setting.paper) == 5 and all(len(row) == len(PAPER_COLUMNS) for row in setting.paper.values())
         sparse = [row for method, row in setting.paper.items() if method != "dense"]
-        assert setting.paper["scope"][:3] == (max(row[0] for row in sparse), max(row[1] for row in sparse), min(row[2] for row in sparse))
+        assert setting.paper["scope-paper"][:3] == (max(row[0] for row in sparse), max(row[1] for row in sparse), min(row[2] for row in sparse))
 
 
 def test_frames_stay_where_ffmpeg_fails(tmp_path, monkeypatch, capsys):

@@ -1,15 +1,13 @@
 """SVOO's profile of a dense video, as `scope generate --profile-out` has it: how dense each step, layer and head is."""
 from __future__ import annotations
 
-import time
-
 import torch
 
 MASS = 0.95  # SVOO's share of a query's softmax
 QUERIES = 64  # of a head, one from each of as many stretches of the video
 
 
-def densities(q: torch.Tensor, k: torch.Tensor, queries: int = QUERIES) -> list[float]:
+def densities(q: torch.Tensor, k: torch.Tensor, queries: int = QUERIES) -> torch.Tensor:
     """Of each head of [tokens, heads, dim]: the fewest keys that hold MASS of a query, over all keys, as a mean over queries."""
     tokens = len(q)
     queries = min(queries, tokens)
@@ -22,7 +20,7 @@ def densities(q: torch.Tensor, k: torch.Tensor, queries: int = QUERIES) -> list[
         held = scores.softmax(1).sort(1, descending=True).values.double().cumsum(1)
         fewest = (held < MASS * held[:, -1:]).sum(1) + 1
         found.append(fewest.double().mean() / len(k))
-    return torch.stack(found).tolist()
+    return torch.stack(found)
 
 
 class Profile:
@@ -30,8 +28,7 @@ class Profile:
 
     def __init__(self, pipe):
         from .. import _diffusers
-        self.rows: dict[tuple[int, int, int], float] = {}
-        self.seconds = 0.0  # that looking took
+        self.rows: dict[tuple[int, int], torch.Tensor] = {}  # by step and layer, on the device: nothing waits for it
         for _, processor in _diffusers.processors_of(pipe):
             processor.attend_heads = self.watched(processor)
 
@@ -39,27 +36,15 @@ class Profile:
         own = processor.attend_heads
 
         def attend_heads(q, k, v, mask, scale, parallel):
-            self.add(processor.depth, processor.expert.place, q, k)
+            place = processor.expert.place
+            if place.branch != "uncond":
+                video = slice(q.shape[1] - place.text_tokens)  # text stands behind it
+                self.rows[place.step, processor.depth] = densities(q[0, video], k[0, video])
             return own(q, k, v, mask, scale, parallel)
 
         return attend_heads
 
-    def add(self, layer: int, place, q: torch.Tensor, k: torch.Tensor):
-        if place.branch == "uncond":
-            return
-        start = now(q.device)
-        video = slice(q.shape[1] - place.text_tokens)  # text stands behind it
-        for head, density in enumerate(densities(q[0, video], k[0, video])):
-            self.rows[place.step, layer, head] = density
-        self.seconds += now(q.device) - start
-
     def csv(self) -> str:
-        return "step,layer,head,density\n" + "".join(f"{step},{layer},{head},{density:.6f}\n"
-                                                     for (step, layer, head), density in sorted(self.rows.items()))
-
-
-def now(device: torch.device) -> float:
-    """Seconds, with all work on the device done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+        rows = [(step, layer, head, density) for (step, layer), heads in sorted(self.rows.items())
+                for head, density in enumerate(heads.tolist())]
+        return "step,layer,head,density\n" + "".join(f"{step},{layer},{head},{density:.6f}\n" for step, layer, head, density in rows)

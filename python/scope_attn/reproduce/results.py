@@ -134,7 +134,11 @@ class Results:
     def vbench(self, label: str) -> Path:
         return self.folder / label / "vbench.json"
 
-    def read(self, path: Path) -> dict[str, Any]:
+    def left_out(self, label: str) -> Path:
+        """What could not be measured of a method, and why."""
+        return self.folder / label / "left_out.json"
+
+    def read(self, path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def write_video(self, label: str, clip: int, frames: numpy.ndarray, fps: int, about: dict[str, Any]):

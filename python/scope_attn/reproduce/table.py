@@ -4,15 +4,14 @@ from __future__ import annotations
 import statistics
 from typing import Any, Optional
 
-from .quality import DIMENSIONS, installed
 from .results import Results, ffmpeg
-from .settings import COLUMNS, PAPER_METHODS, SETTINGS, Method
+from .settings import COLUMNS, DIMENSIONS, LPIPSES, PAPER_COLUMNS, PAPER_METHODS, SETTINGS, SSIMS, Method
 
-HEADINGS = dict(psnr="PSNR", ssim="SSIM", lpips="LPIPS", imaging_quality="ImageQual", aesthetic_quality="AesQual",
-                subject_consistency="SubConsist", background_consistency="BackConsist",
-                seconds="seconds", speedup="speedup", density="density", videos="videos")
-FORMATS = dict(psnr="{:.2f}", ssim="{:.3f}", lpips="{:.4f}", seconds="{:.4g}", speedup="{:.2f}×", density="{:.3f}", videos="{}",
-               **dict.fromkeys(DIMENSIONS, "{:.2%}"))
+HEADINGS = dict(psnr="PSNR", ssim="SSIM", ssim_box="SSIM box", lpips_alex="LPIPS Alex", lpips_vgg="LPIPS VGG", lpips_svg2="LPIPS SVG2",
+                imaging_quality="ImageQual", aesthetic_quality="AesQual", subject_consistency="SubConsist",
+                background_consistency="BackConsist", seconds="seconds", speedup="speedup", density="density", videos="videos")
+FORMATS = dict(psnr="{:.2f}", seconds="{:.4g}", speedup="{:.2f}×", density="{:.3f}", videos="{}", **dict.fromkeys(SSIMS, "{:.3f}"),
+               **dict.fromkeys(LPIPSES, "{:.4f}"), **dict.fromkeys(DIMENSIONS, "{:.2%}"))
 
 
 def rows(results: Results, methods: list[Method], clips: int, setting: str) -> list[dict[str, Any]]:
@@ -30,7 +29,7 @@ def rows(results: Results, methods: list[Method], clips: int, setting: str) -> l
         row: dict[str, Any] = dict(method=method.label, videos=len(runs), machines=sorted({run["machine"] for run in runs}),
                                    density=mean(run.get("density") for run in runs),
                                    seconds=statistics.median(run["seconds"] for run in runs) if runs else None)
-        for name in ("psnr", "ssim", "lpips"):
+        for name in ("psnr", *SSIMS, *LPIPSES):
             values = [each[name] for each in measured if name in each]
             row[name] = "equal" if values and None in values else mean(values)
         row.update({name: results.read(results.vbench(method.label)).get(name) for name in DIMENSIONS})
@@ -39,33 +38,44 @@ def rows(results: Results, methods: list[Method], clips: int, setting: str) -> l
     for row in found:
         row["speedup"] = dense / row["seconds"] if dense and row["seconds"] else None
         paper = SETTINGS[setting].paper.get(row["method"])
-        row["paper"] = dict(zip(COLUMNS, paper)) if paper else None
+        row["paper"] = dict(zip(PAPER_COLUMNS, paper)) if paper else None
     return found
 
 
-def text(found: list[dict[str, Any]], title: str, skip: int) -> str:
+def notes(results: Results, methods: list[Method], packages: dict[str, Any]) -> list[str]:
+    """What is missing in the table, and how to have it."""
+    said = [f"{what}: pip install {package}, here or where --metrics-python points, and run this again."
+            for package, what in (("lpips", "LPIPS"), ("vbench", "ImageQual, AesQual, SubConsist, BackConsist")) if not packages[package]]
+    if packages["vbench"] and not ffmpeg():
+        said.append("ImageQual, AesQual, SubConsist, BackConsist: VBench reads clip.mp4, and ffmpeg was not installed.")
+    left_out = [note for method in methods for note in results.read(results.left_out(method.label)) or []]
+    return said + list(dict.fromkeys(left_out))
+
+
+def text(found: list[dict[str, Any]], title: str, skip: int, notes: list[str]) -> str:
     """As Markdown, aligned."""
     names = [*COLUMNS, "density", "videos"]
 
     def cell(name: str, value: Any) -> str:
         return "–" if value is None else value if isinstance(value, str) else FORMATS[name].format(value)
 
+    def paper(row: dict[str, Any], name: str) -> Any:
+        return row["paper"].get("ssim" if name in SSIMS else "lpips" if name in LPIPSES else name)
+
     lines = [["", *(HEADINGS[name] for name in names)]]
     for row in found:
         lines.append([row["method"], *(cell(name, row[name]) for name in names)])
         if row["paper"]:
-            lines.append([f"  the paper's {PAPER_METHODS[row['method']]}", *(cell(name, row["paper"].get(name)) for name in names)])
+            lines.append([f"  the paper's {PAPER_METHODS[row['method']]}", *(cell(name, paper(row, name)) for name in names)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     aligned = [[line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))] for line in lines]
     shown = [f"| {' | '.join(line)} |" for line in aligned]
     shown.insert(1, f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (width + 1) + ':' for width in widths[1:])}|")
-    notes = ["PSNR (dB), SSIM and LPIPS are against our dense videos of the same prompts and seeds" +
+    about = ["PSNR (dB), SSIM and LPIPS are against our dense videos of the same prompts and seeds" +
              (", without frame 0, which is given" if skip else "") + "; seconds: a whole call of the pipeline, in the median; the paper's "
-             "lines are its Tables 1 and 2, on NVIDIA H200s."]
-    if not installed("lpips"):
-        notes.append("LPIPS: pip install lpips, and run this again.")
-    if not installed("vbench"):
-        notes.append("ImageQual, AesQual, SubConsist, BackConsist: pip install vbench, and run this again.")
-    elif not ffmpeg():
-        notes.append("ImageQual, AesQual, SubConsist, BackConsist: VBench reads clip.mp4, and ffmpeg was not installed.")
-    return "\n".join([f"### {title}", "", *shown, "", *notes]) + "\n"
+             "lines are its Tables 1 and 2, on NVIDIA H200s. It does not say which SSIM and LPIPS it has, so its figure stands under each."]
+    controls = [row["method"] for row in found if row["method"].startswith("dense:")]
+    if controls:
+        about.append(f"{controls[0]} is the control: the dense video by another dense kernel. Its PSNR, SSIM and LPIPS are what rounding "
+                     "alone does.")
+    return "\n".join([f"### {title}", "", *shown, "", *about, *notes]) + "\n"

@@ -1,22 +1,25 @@
 """Checks everything, makes the videos that are missing, measures them, prints the table."""
 from __future__ import annotations
 
+import gc
+import json
+import subprocess
 import sys
+import tempfile
 import time
-import warnings
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 
-import scope_attn
-
-from .. import _diffusers
-from . import quality, table
-from .profile import Profile, now
+from . import metrics, quality, table
+from .maker import Maker, backends
 from .ranks import Ranks
-from .results import Clip, Results, appeared, cropped, read_clips, write_json, write_whole
-from .settings import SETTINGS, Method, Refused, Setting, parse_method
+from .results import Results, appeared, read_clips, write_json, write_whole
+from .settings import BACKENDS, DIMENSIONS, LPIPSES, SETTINGS, Method, Refused, Setting, control, parse_method
+
+PROFILE = -1  # in a list of work, in the place of a method's number
 
 
 def run(options):
@@ -25,14 +28,20 @@ def run(options):
     clips = read_clips(options.prompts, setting.from_image, options.first)
     for name in ("model", "frames", "steps"):
         setattr(options, name, getattr(options, name) or getattr(setting, name))
+    if options.negative_prompt is None:
+        options.negative_prompt = setting.negative
+    elif options.negative_prompt == "none":
+        options.negative_prompt = ""
     if options.negative_prompt and not setting.pipeline.startswith("Wan"):
-        raise Refused("--negative-prompt: HunyuanVideo runs without one, as its authors run it")
+        raise Refused("--negative-prompt: HunyuanVideo's guidance is embedded, so diffusers would ignore it; leave it out")
     about = dict(setting=options.setting, model=options.model, size=list(options.size), frames=options.frames, steps=options.steps,
                  seed=options.seed, target_density=options.target_density, negative_prompt=options.negative_prompt,
-                 min_tokens=options.min_tokens, offload=options.offload, prompts=[clip.about() for clip in clips])
+                 min_tokens=options.min_tokens, offload=options.offload, dense_backend=options.dense_backend, compile=options.compile,
+                 prompts=[clip.about() for clip in clips])
     results = Results(options.out)
     results.check(about)
     profile = read_profile(options, results)
+    packages = probe(options.metrics_python)
     ranks = Ranks()
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -41,9 +50,9 @@ def run(options):
         raise Refused(f"rank {ranks.rank}: its options, prompts or images are not those of rank 0")
     ranks.wait("checked")  # before rank 0 begins the folder that the others look at
 
-    measured = any(method.name == "svoo" for method in methods) and profile is None and not results.profile.exists()
-    missing = ranks.share("missing", lambda: [[m, i] for m, method in enumerate(methods) for i in range(len(clips)) if
-                                              not results.video(method.label, i).exists() or (measured and m == i == 0)])
+    unprofiled = any(method.name == "svoo" for method in methods) and profile is None and not results.profile.exists()
+    missing = ranks.share("missing", lambda: [[PROFILE, 0]] * unprofiled + [
+        [m, i] for m, method in enumerate(methods) for i in range(len(clips)) if not results.video(method.label, i).exists()])
     if missing:
         maker = Maker(options, setting, methods, results, device)
         if ranks.rank == 0:
@@ -53,33 +62,50 @@ def run(options):
         ranks.wait("begun")
         begin = time.monotonic()
         for at, (m, i) in ranks.take("videos", list(enumerate(missing))):
-            said = maker.make(methods[m], i, clips[i], profiled=measured and m == i == 0)
+            said = maker.profile(clips[i]) if m == PROFILE else maker.make(methods[m], i, clips[i])
+            what = "svoo's profile" if m == PROFILE else f"{methods[m].label}, prompt {i}"
             left = (time.monotonic() - begin) / (at + 1) * (len(missing) - at - 1)  # all ranks together made at + 1
-            print(f"video {at + 1} of {len(missing)}: {methods[m].label}, prompt {i}: {said}; about {duration(left)} left", flush=True)
+            print(f"{at + 1} of {len(missing)}: {what}: {said}; about {duration(left)} left", flush=True)
         del maker
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # another process may need it for its metrics
     ranks.wait("videos are made")
     skip = given_frames(options.model, setting)
-    measure(methods, len(clips), results, ranks, device, skip)
-    ranks.wait("all is measured")
+    compare(methods, len(clips), results, ranks, device, skip)
+    ranks.wait("all is compared")
+    judge(methods, len(clips), results, ranks, device, skip, options.metrics_python or sys.executable, packages)
+    ranks.wait("all is judged")
     if ranks.rank == 0:
         for method in methods:
             for i in range(len(clips)):
-                appeared(results.video(method.label, i) if method.name == "dense" else results.measured(method.label, i))
+                appeared(results.video(method.label, i) if method.label == "dense" else results.measured(method.label, i))
         found = table.rows(results, methods, len(clips), options.setting)
         machines = sorted({machine for row in found for machine in row["machines"]})
         title = (f"{options.setting}: {options.model}, {options.size[0]}x{options.size[1]}, {options.frames} frames, "
-                 f"{options.steps} steps, {len(clips)} prompts, on {', '.join(machines)}")
-        text = table.text(found, title, skip)
+                 f"{options.steps} steps, {len(clips)} prompts, dense attention {options.dense_backend}"
+                 f"{', compiled' if options.compile else ''}, on {', '.join(machines)}")
+        text = table.text(found, title, skip, table.notes(results, methods, packages))
         write_json(options.out / "table.json", dict(about, rows=found))
         write_whole(options.out / "table.md", text)
         print(text, flush=True)
 
 
 def make_methods(options) -> list[Method]:
-    methods = [parse_method(text) for text in dict.fromkeys(["dense", *options.methods])]
-    for method in methods:
-        if method.name == "dense" and method.settings:
-            raise Refused(f'--methods: got "{method.label}": dense is the pipeline\'s own attention, and takes no settings')
+    """Dense attention first, then its control, then what was asked for; and the backend where none was named."""
+    usual = BACKENDS["cuda" if torch.cuda.is_available() else "cpu"]
+    options.dense_backend = options.dense_backend or usual[0]
+    other = options.control_backend or next(name for name in usual if name != options.dense_backend)
+    if options.control_backend and not options.control:
+        raise Refused("--control-backend: there is no control row with --no-control")
+    for option, name in (("--dense-backend", options.dense_backend), ("--control-backend", other)):
+        if name not in backends():
+            raise Refused(f'{option}: got "{name}", expected of diffusers\' {", ".join(backends())}')
+    if other == options.dense_backend:
+        raise Refused(f"--control-backend: got {other}, which dense videos are made with; name another, or give --no-control")
+    methods = [parse_method(text, options.dense_backend) for text in dict.fromkeys(["dense", *options.methods])]
+    if options.control:
+        methods.insert(1, control(other))
     if options.profile is not None and not any(method.name == "svoo" for method in methods):
         raise Refused("--profile: it is svoo's, which is not among --methods")
     return methods
@@ -99,96 +125,26 @@ def read_profile(options, results: Results):
     return text
 
 
+def probe(python) -> dict[str, Any]:
+    """What the metrics' interpreter has, as metrics.probe says it."""
+    if python is None:
+        return metrics.probe()
+    try:
+        done = subprocess.run([python, metrics.__file__, "probe"], capture_output=True, text=True)
+    except OSError as error:
+        raise Refused(f"--metrics-python: {python} does not run: {error}") from None
+    if done.returncode != 0:
+        raise Refused(f"--metrics-python: {python} is no Python 3.9 or later: {done.stderr.strip()[-300:]}")
+    packages = json.loads(done.stdout)
+    if not any(packages[name] for name in metrics.PACKAGES):
+        raise Refused(f"--metrics-python: {python} has neither lpips nor vbench; {python} -m pip install lpips, or vbench, or both")
+    if packages["missing"]:
+        raise Refused(f"--metrics-python: {python} lacks {', '.join(packages['missing'])}, which lpips and vbench need")
+    return packages
+
+
 def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-class Maker:
-    """Makes videos with one pipeline."""
-
-    def __init__(self, options, setting: Setting, methods: list[Method], results: Results, device: torch.device):
-        self.options, self.setting, self.results, self.device = options, setting, results, device
-        kind = getattr(diffusers, setting.pipeline)
-        try:
-            found = kind.load_config(options.model)["_class_name"]
-        except (OSError, ValueError, KeyError) as error:
-            raise Refused(f"--model: {options.model}: {error}") from None
-        if found != setting.pipeline:
-            raise Refused(f"--model: {options.model} is a {found}, and {options.setting} takes a {setting.pipeline}")
-        wan = setting.pipeline.startswith("Wan")
-        # As diffusers' own pages load the two families.
-        types = (dict(default=torch.bfloat16, vae=torch.float32, image_encoder=torch.float32) if wan else
-                 dict(default=torch.float16, transformer=torch.bfloat16))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # 0.42 has another name for torch_dtype
-            self.pipe = kind.from_pretrained(options.model, torch_dtype=types if device.type == "cuda" else torch.float32)
-        if setting.shift is not None:
-            self.pipe.scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config, flow_shift=setting.shift)
-        if not wan:
-            self.pipe.vae.enable_tiling()
-        if options.offload:
-            self.pipe.enable_model_cpu_offload(device=device)
-        else:
-            self.pipe.to(device)
-        self.pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
-        self.fixed: dict[str, Any] = dict(width=options.size[0], height=options.size[1], num_frames=options.frames, **setting.guidance)
-        if options.negative_prompt:
-            self.fixed["negative_prompt"] = options.negative_prompt
-        for method in methods:
-            try:
-                self.enable(method)
-            except (ValueError, TypeError, RuntimeError) as error:
-                raise Refused(f"{method.label}: {error}") from None
-            scope_attn.disable(self.pipe)
-        self.warm = False
-
-    def enable(self, method: Method):
-        settings: dict[str, Any] = dict(method.settings)
-        if method.name != "dense" and self.options.target_density is not None:
-            settings.setdefault("target_density", self.options.target_density)
-        profile = self.options.profile or self.results.profile
-        if method.name == "svoo" and profile.exists():
-            family = _diffusers.family_of(self.pipe)
-            settings.update(profile=str(profile), layers=1 + max(family.depths_of(self.pipe.transformer)))
-        scope_attn.enable(self.pipe, method.name, min_tokens=self.options.min_tokens, **settings)
-
-    def call(self, clip: Clip, seed: int, **given):
-        """The pipeline's output, and seconds."""
-        if clip.image is not None:
-            given["image"] = cropped(clip.image, self.options.size)
-        generator = torch.Generator().manual_seed(seed)  # the CPU's: the same noise on every machine
-        start = now(self.device)
-        out = self.pipe(prompt=clip.prompt, generator=generator, **self.fixed, **given)
-        return out, now(self.device) - start
-
-    def make(self, method: Method, number: int, clip: Clip, profiled: bool) -> str:
-        """Writes a video, and the profile if it is to be measured; says what came out."""
-        if not self.warm:  # libraries and kernels load with their first use
-            self.call(clip, 0, num_inference_steps=1, output_type="latent")
-            self.warm = True
-        while method.name == "svoo" and not self.results.profile.exists():  # another rank is at it
-            time.sleep(0.2)
-        seed, sparse, receipt = self.options.seed + number, method.name != "dense", None
-        if not sparse and not profiled:
-            out, seconds = self.call(clip, seed, num_inference_steps=self.options.steps, output_type="np")
-        else:
-            self.enable(method)
-            try:
-                profile = Profile(self.pipe) if profiled else None
-                out, seconds = self.call(clip, seed, num_inference_steps=self.options.steps, output_type="np")
-                receipt = scope_attn.receipt(self.pipe) if sparse else None
-            finally:
-                scope_attn.disable(self.pipe)
-            if profile is not None:
-                seconds -= profile.seconds
-                write_whole(self.results.profile, profile.csv())
-        density = receipt and receipt.density
-        about = dict(method=method.label, prompt=clip.prompt, image=clip.image and str(clip.image), seed=seed, seconds=seconds,
-                     density=density, receipt=receipt and str(receipt).splitlines(),
-                     machine=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
-                     versions=dict(torch=torch.__version__, diffusers=diffusers.__version__))
-        self.results.write_video(method.label, number, out.frames[0], self.setting.fps, about)
-        return f"{seconds:.1f} s" + (f", density {density:.3f}" if density else "")
 
 
 def given_frames(model: str, setting: Setting) -> int:
@@ -199,26 +155,46 @@ def given_frames(model: str, setting: Setting) -> int:
     return 1 if setting.from_image else 0
 
 
-def measure(methods: list[Method], clips: int, results: Results, ranks: Ranks, device: torch.device, skip: int):
-    """What is not measured yet, and can be here. A package that fails, as without its weights, leaves its columns empty."""
-    names = {"psnr", "ssim"} | ({"lpips"} if quality.installed("lpips") else set())
-    work = ranks.share("unmeasured", lambda: [[method.label, i] for method in methods if method.name != "dense" for i in range(clips)
-                                              if not names <= set(results.read(results.measured(method.label, i)))])
-    measures = quality.measures(device) if work else {}
+def compare(methods: list[Method], clips: int, results: Results, ranks: Ranks, device: torch.device, skip: int):
+    """PSNR and SSIM of what is not measured yet."""
+    work = ranks.share("unmeasured", lambda: [[method.label, i] for method in methods if method.label != "dense" for i in range(clips)
+                                              if not set(quality.MEASURES) <= set(results.read(results.measured(method.label, i)))])
     for label, i in ranks.take("measures", work):
         found = results.read(results.measured(label, i))
         videos = (appeared(results.video(each, i)) for each in ("dense", label))
-        found.update(quality.compare(*videos, measures, skip, device))
+        found.update(quality.compare(*videos, skip, device))
         write_json(results.measured(label, i), found)
-    if not quality.installed("vbench"):
-        return
-    labels = ranks.share("unjudged", lambda: [method.label for method in methods
-                                              if results.read(results.vbench(method.label)).get("videos") != clips])
+
+
+def judge(methods: list[Method], clips: int, results: Results, ranks: Ranks, device: torch.device, skip: int, python,
+          packages: dict[str, Any]):
+    """LPIPS and VBench of what is not measured yet, a process for each method. What fails leaves its columns empty, and a note."""
+    def lacks_lpips(label: str, i: int) -> bool:
+        return label != "dense" and not set(LPIPSES) <= set(results.read(results.measured(label, i)))
+
+    def lacks_vbench(label: str) -> bool:
+        found = results.read(results.vbench(label))
+        return found.get("videos") != clips or not set(DIMENSIONS) <= set(found)
+
+    def job(label: str) -> dict[str, Any]:
+        videos = [results.video(label, i).resolve() for i in range(clips)]
+        pairs = [dict(reference=str(results.video("dense", i).resolve()), video=str(videos[i]), skip=skip,
+                      out=str(results.measured(label, i).resolve())) for i in range(clips) if packages["lpips"] and lacks_lpips(label, i)]
+        shown = [str(video / "clip.mp4") for video in videos]
+        judged = packages["vbench"] and lacks_vbench(label) and all(Path(clip).exists() for clip in shown)
+        return dict(device=str(device), pairs=pairs, clips=shown if judged else [], vbench=str(results.vbench(label).resolve()),
+                    notes=str(results.left_out(label).resolve()))
+
+    labels = ranks.share("unjudged", lambda: [label for label in (method.label for method in methods)
+                                              if job(label)["pairs"] or job(label)["clips"]])
     for label in ranks.take("judgements", labels):
-        shown = [appeared(results.video(label, i)) / "clip.mp4" for i in range(clips)]
-        if not all(clip.exists() for clip in shown):
-            continue
-        try:
-            write_json(results.vbench(label), dict(quality.vbench(shown, device), videos=clips))
-        except Exception as error:
-            print(f"VBench is left out of {label}: {error}", file=sys.stderr)
+        asked = job(label)
+        if asked["clips"] and results.read(results.vbench(label)).get("videos") != clips:
+            results.vbench(label).unlink(missing_ok=True)  # scores of fewer or more clips
+        with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+            json.dump(asked, file)
+            file.flush()
+            done = subprocess.run([python, metrics.__file__, "measure", file.name], stdout=sys.stderr)
+        if done.returncode != 0:
+            write_json(results.left_out(label), [f"LPIPS and VBench: their process ended with status {done.returncode}, and said why on "
+                                                 "standard error."])
