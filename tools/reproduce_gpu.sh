@@ -55,7 +55,7 @@ for setting in "$@"; do
     kill -INT -- "-$!"
     status=0
     wait $! || status=$?
-    tail -n 1 "$out/log"
+    grep "the same command goes on" "$out/log" || { cat "$out/log"; echo "it does not say how to go on"; exit 1; }
     [ "$status" = 130 ] && [ ! -e "$out/$setting/table.md" ] || { cat "$out/log"; echo "stopped with status $status, expected 130"; exit 1; }
     made=$(cd "$out/$setting" && ls -d --time-style=full-iso -l ./*/0??? | sort)
     stopped=yes

@@ -90,7 +90,7 @@ def lpips(job: dict[str, Any], device, notes: list[str]):
 def vbench(job: dict[str, Any], device, notes: list[str]):
     """VBench's own means over clips, one dimension after the other, so that one which fails leaves the others."""
     import vbench as package
-    for dimension in DIMENSIONS:
+    for dimension in job["dimensions"]:
         try:
             with tempfile.TemporaryDirectory() as scratch:
                 videos = os.path.join(scratch, "videos")

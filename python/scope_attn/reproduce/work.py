@@ -172,9 +172,9 @@ def judge(methods: list[Method], clips: int, results: Results, ranks: Ranks, dev
     def lacks_lpips(label: str, i: int) -> bool:
         return label != "dense" and not set(LPIPSES) <= set(results.read(results.measured(label, i)))
 
-    def lacks_vbench(label: str) -> bool:
+    def lacks_vbench(label: str) -> list[str]:
         found = results.read(results.vbench(label))
-        return found.get("videos") != clips or not set(DIMENSIONS) <= set(found)
+        return [name for name in DIMENSIONS if found.get("videos") != clips or name not in found]
 
     def job(label: str) -> dict[str, Any]:
         videos = [results.video(label, i).resolve() for i in range(clips)]
@@ -182,8 +182,8 @@ def judge(methods: list[Method], clips: int, results: Results, ranks: Ranks, dev
                       out=str(results.measured(label, i).resolve())) for i in range(clips) if packages["lpips"] and lacks_lpips(label, i)]
         shown = [str(video / "clip.mp4") for video in videos]
         judged = packages["vbench"] and lacks_vbench(label) and all(Path(clip).exists() for clip in shown)
-        return dict(device=str(device), pairs=pairs, clips=shown if judged else [], vbench=str(results.vbench(label).resolve()),
-                    notes=str(results.left_out(label).resolve()))
+        return dict(device=str(device), pairs=pairs, clips=shown if judged else [], dimensions=lacks_vbench(label),
+                    vbench=str(results.vbench(label).resolve()), notes=str(results.left_out(label).resolve()))
 
     labels = ranks.share("unjudged", lambda: [label for label in (method.label for method in methods)
                                               if job(label)["pairs"] or job(label)["clips"]])
