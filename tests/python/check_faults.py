@@ -21,7 +21,7 @@ failed = survived = 0
 
 
 def run(at, arguments, **variables):
-    environment = dict(os.environ, LD_PRELOAD=SHIM, SCOPE_FAULT_UNDER=os.getcwd(), SCOPE_FAULT_AT=str(at),
+    environment = dict(os.environ, LD_PRELOAD="../shim.so", SCOPE_FAULT_UNDER=os.getcwd(), SCOPE_FAULT_AT=str(at),
                        PATH="", **variables)  # without ffmpeg, whose operations are its own
     return subprocess.run([SCOPE, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=120)
 
@@ -81,6 +81,7 @@ def save_png(path, height, width):
 
 place = "/dev/shm" if os.path.isdir("/dev/shm") else None  # files are synced some hundred times
 with tempfile.TemporaryDirectory(dir=place) as folder, contextlib.chdir(folder):
+    shutil.copy(SHIM, "shim.so")  # LD_PRELOAD takes no path with a space, but one relative to where a command runs
     os.mkdir("work")
     os.chdir("work")
     for i, name in enumerate("qkv"):
