@@ -46,7 +46,7 @@ def leave_out_padding(pipe):
 
     def encode_prompt(*args, **kwargs):
         embeds, pooled, mask = own(*args, **kwargs)
-        valid = int(mask.sum())
+        valid = int(mask.sum(dtype=torch.int64))  # bf16 has no 257
         if len(mask) != 1 or not mask[0, :valid].all():
             raise Refused("HunyuanVideo's tokenizer: got padding before the end of a prompt, expected it behind (padding_side right)")
         return embeds[:, :valid], pooled, mask[:, :valid]
