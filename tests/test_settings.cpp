@@ -207,6 +207,20 @@ TEST(Methods, SettingsCarryTheirRow) {
   }
 }
 
+// Of the frames and the resolution that each row's help names, in patches of the latent.
+TEST(Models, GridsAndStepsAreTheUsualOnes) {
+  const std::map<std::string_view, std::string_view> expected = {
+      {"wan2.1-t2v-14b", "21x45x80 50"},   {"wan2.1-i2v-14b", "21x45x80 40"},      {"wan2.1-t2v-1.3b", "21x30x52 50"},
+      {"wan2.1-14b-480p", "21x30x52 50"},  {"wan2.1-14b-distilled", "21x30x52 4"}, {"wan2.2-a14b", "21x45x80 40"},
+      {"wan2.2-i2v-a14b", "21x45x80 40"},  {"wan2.2-ti2v-5b", "31x22x40 50"},      {"hunyuanvideo-13b", "33x45x80 50"},
+      {"hunyuanvideo-1.5", "31x45x80 50"}, {"cogvideox-5b", "11x48x85 50"}};
+  ASSERT_EQ(models_table().size(), expected.size());
+  for (const Model& model : models_table()) {
+    EXPECT_EQ(fmt::format("{}x{}x{} {}", model.grid[0], model.grid[1], model.grid[2], model.steps), expected.at(model.name))
+        << model.name;
+  }
+}
+
 TEST(Models, RangesCoverTheHeadDimension) {
   for (const Model& model : models_table()) {
     EXPECT_EQ(model.rope[0] + model.rope[1] + model.rope[2], model.dim) << model.name;
