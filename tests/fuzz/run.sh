@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Replays each corpus, then fuzzes each target for the given seconds, two at a time: run.sh BUILD SECONDS [--record] [TARGET...]
-# --record adds what ran to executions.json, and to the corpus the inputs that reach new code.
+# Replays inputs made by hand (corpus/) and found before (found/), then fuzzes each target for the given seconds, two at a time:
+# run.sh BUILD SECONDS [--record] [TARGET...]
+# --record adds what ran to executions.json, and to found/ the inputs that reach new code.
 set -euo pipefail
 build=$1 seconds=$2
 shift 2
@@ -12,13 +13,13 @@ fuzz() {
   local name=$1 work findings=0
   local program=$build/tests/fuzz/fuzz_$name
   work=$(mktemp -d)
-  mkdir -p "$here/corpus/$name" "$work/found"
+  mkdir -p "$here/corpus/$name" "$here/found/$name" "$work/found"
   local TIMEFORMAT=%0U  # seconds of the processor: a busy machine gives less than the wall clock says
   { time "$program" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=2048 -max_len=4096 -print_final_stats=1 \
-    -artifact_prefix="$work/" "$work/found" "$here/corpus/$name" >"$work/log" 2>&1 || findings=1; } 2>"$work/seconds"
+    -artifact_prefix="$work/" "$work/found" "$here/corpus/$name" "$here/found/$name" >"$work/log" 2>&1 || findings=1; } 2>"$work/seconds"
   if [ "$record" = yes ]; then
     "$here/totals.py" add "$name" "$(awk '/number_of_executed_units/ {print $2}' "$work/log")" "$(cat "$work/seconds")" "$findings"
-    "$program" -set_cover_merge=1 -max_len=4096 -artifact_prefix="$work/" "$here/corpus/$name" "$work/found" >>"$work/log" 2>&1
+    "$program" -set_cover_merge=1 -max_len=4096 -artifact_prefix="$work/" "$here/found/$name" "$work/found" >>"$work/log" 2>&1
   fi
   if [ "$findings" = 1 ]; then
     tail -n 40 "$work/log"
