@@ -14,8 +14,8 @@ if tiny.DEVICE != "cpu":
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "bench/diffusers_steps.py"
 KEYS = {"commit", "machine", "host", "model", "grid", "tokens", "text", "branches", "steps", "dtype", "repeat", "cases"}
-CASE_KEYS = {"mode", "variant", "settings", "density", "measured_density", "dense_pass_s", "first_pass_s", "warm_pass_s", "run_s",
-             "times_faster", "peak_bytes"}
+CASE_KEYS = {"mode", "variant", "settings", "density", "measured_density", "repeat", "dense_pass_s", "first_pass_s", "warm_pass_s",
+             "run_s", "run_range_s", "times_faster", "peak_bytes"}
 
 
 @pytest.mark.parametrize("model, branches, dense_steps", [("wan2.1-t2v-14b", 2, 4), ("hunyuanvideo", 1, 2)])
@@ -30,6 +30,7 @@ def test_steps(tmp_path, model, branches, dense_steps):
     assert [(case["mode"], case["variant"]) for case in data["cases"]] == [
         ("eager", "dense"), ("compiled", "dense"), ("compiled", "scope:target_density=0.2"), ("compiled", "fast")]
     assert all(set(case) == CASE_KEYS for case in data["cases"])
+    assert all(case["repeat"] == 1 and case["run_range_s"] == [case["run_s"]] * 2 for case in data["cases"])
     eager, dense, scope, fast = data["cases"]
     for case in (eager, dense):
         assert case["run_s"] == pytest.approx(branches * 20 * case["dense_pass_s"]) and case["times_faster"] == 1
