@@ -47,13 +47,13 @@ struct Settings {
   Rule rule = Rule::online;
   double rho = 0.9;
   double alpha = 0.1;
-  bool alpha_first = false;
   std::shared_ptr<const Profile> profile = nullptr;  // null: alpha for every head
   double profile_low = 0, profile_high = 1;
   double density = 0.2;
   double target_density = 0;                    // 0: none
   std::vector<DensityStep> density_steps = {};  // rising, the last until 1; empty: none
   TargetScope target_scope = TargetScope::sample;
+  bool alpha_first = false;  // a target leaves alpha as it is where it can
   double similarity = -0.1;
   Tail tail = Tail::none;
   double tail_weight = 0.75;  // of what tail mean mixes in
