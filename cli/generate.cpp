@@ -115,8 +115,8 @@ nlohmann::ordered_json calls_json(const video::Sample& sample, int64_t steps) {
   return out;
 }
 
-// Where ffmpeg is not installed there is no clip.mp4, and nothing is missing.
-void write_mp4(const std::string& folder, int64_t width) {
+// False where ffmpeg is there and made no clip.mp4. Where it is not installed, nothing is missing.
+bool write_mp4(const std::string& folder, int64_t width) {
   const int64_t zoom = std::max<int64_t>(1, 512 / width);
   const std::string frames = folder + "/frame_%03d.png", clip = folder + "/clip.mp4";
   const std::string scale = fmt::format("scale=iw*{}:ih*{}:flags=neighbor", zoom, zoom);
@@ -135,15 +135,14 @@ void write_mp4(const std::string& folder, int64_t width) {
   pid_t child = 0;
   const int failed = posix_spawnp(&child, "ffmpeg", nullptr, &attributes, const_cast<char* const*>(arguments), environ);
   posix_spawnattr_destroy(&attributes);
-  if (failed != 0) return;
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  if (failed == ENOENT || failed == ENOTDIR || failed == EACCES) return true;
+  int status = failed;
+  while (failed == 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
-  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
-    std::error_code ignored;
-    fs::remove(clip, ignored);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 127) tell("scope: ffmpeg failed; there is no clip.mp4\n");
-  }
+  std::error_code ignored;
+  if (status == 0 && fs::exists(clip, ignored)) return true;
+  fs::remove(clip, ignored);
+  return false;
 }
 
 io::Array float_array(const std::vector<float>& values, std::vector<int64_t> shape) {
@@ -320,10 +319,11 @@ void run(const GenerateOptions& options) {
     json["expert_steps"] = {std::count(experts.begin(), experts.end(), 0), std::count(experts.begin(), experts.end(), 1)};
   }
   const std::string out = outputs.open(options.output);
+  bool has_clip = true;
   if (notes.rgb) {
     const auto frames = video::to_frames(sample.latent, size);
     for (size_t i = 0; i < frames.size(); ++i) io::write_png(fmt::format("{}/frame_{:03}.png", out, i), frames[i]);
-    write_mp4(out, frames[0].width);
+    has_clip = write_mp4(out, frames[0].width);
   }
   if (!notes.rgb || options.latents) {
     io::SafeTensors file;
@@ -343,6 +343,8 @@ void run(const GenerateOptions& options) {
       options.output, options.method, io::join(request.grid, "x"), request.steps, density, sample.seconds,
       seconds["dense_prefix"].get<double>(), seconds["sparse_attention"].get<double>(), seconds["selection"].get<double>(),
       seconds["rest"].get<double>(), compute, context.threads(), context.instruction_set());
+  require(has_clip, Status::io, "{}: ffmpeg failed, and there is no clip.mp4; the frames and run.json are there",
+          options.output);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 """
 import json
 import os
+import re
 import resource
 import shutil
 import struct
@@ -88,7 +89,8 @@ with tempfile.TemporaryDirectory() as FOLDER:
 
     # One rho for the heads of a call: they differ, and their mean meets the density.
     said = accept("-o", f"{FOLDER}/sample", *small, "--target-density", "0.25", "--seed", 3)
-    assert "density 0.2499" in said or "density 0.250" in said, said
+    # Scores differ in their last bits between instruction sets, and of 120 keys one is 0.008.
+    assert abs(float(re.search(r"density ([0-9.]+)", said).group(1)) - 0.25) < 0.001, said
     calls = [c for layers in json.load(open(f"{FOLDER}/sample/run.json"))["layers"] for c in layers if not c["dense"]]
     assert all(abs(np.mean(c["head_density"]) - c["density"]) < 1e-9 and abs(c["density"] - 0.25) < 0.01 for c in calls)
     assert max(max(c["head_density"]) - min(c["head_density"]) for c in calls) > 0.05
@@ -110,6 +112,25 @@ with tempfile.TemporaryDirectory() as FOLDER:
     accept("-o", f"{FOLDER}/dense", *small, "--method", "dense", "--seed", 4, "--latents")  # replaces
     a, b = (tensors.load(f"{FOLDER}/{n}/latents.safetensors")[0]["latents"] for n in ("scope", "dense"))
     assert a.shape == b.shape == (12, 5, 8, 12) and np.abs(a - b).max() > 0.1
+
+    # An ffmpeg that fails: the command says so and exits with 3, and all but the clip is there. Without ffmpeg nothing is missing.
+    programs = {"fails": "exit 1", "stops halfway": 'for clip; do :; done; echo part > "$clip"; exit 1', "has no library": "exit 127",
+                "dies": "kill -9 $$", "does nothing": "exit 0", "makes it": 'for clip; do :; done; echo made > "$clip"', "is absent": None}
+    usual = os.environ["PATH"]
+    for what, program in programs.items():
+        os.environ["PATH"] = place = f"{FOLDER}/ffmpeg that {what}"
+        os.mkdir(place)
+        if program is not None:
+            with open(f"{place}/ffmpeg", "w") as file:
+                file.write(f"#!/bin/sh\n{program}\n")
+            os.chmod(f"{place}/ffmpeg", 0o755)
+        result = generate("-o", f"{place}/run", *small, *each_head)
+        failed = what not in ("makes it", "is absent")
+        said = result.stderr.strip()
+        assert result.returncode == 3 * failed and ("there is no clip.mp4" in said) == failed, (what, result)
+        assert set(os.listdir(f"{place}/run")) == {*files, "run.json", "latents.safetensors"} | ({"clip.mp4"} if what == "makes it" else set())
+        assert all(read("scope", f) == open(f"{place}/run/{f}", "rb").read() for f in files)
+    os.environ["PATH"] = usual
 
     # q, k, v of a step feed the other commands.
     accept("-o", f"{FOLDER}/dense", *small, "--method", "dense", "--dump-qkv", f"{FOLDER}/qkv", "--dump-steps", "1,4")
