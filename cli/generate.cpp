@@ -392,7 +392,7 @@ void add_generate(CLI::App& app) {
   command->add_option(
       "--known", options->known,
       "take rho, schedule, profile bounds and reuse of a known model (see `scope methods`) for the method, or "
-      "none; otherwise those of the only one whose layers, heads and RoPE config.json has");
+      "none; otherwise those of the first whose layers, heads and RoPE config.json has");
   command->add_option(
       "--target-density", options->target_density,
       "share of keys that sparse calls keep: the mean of their heads, or with target_scope=head each of them");

@@ -78,7 +78,9 @@ void describe(const InputFlags& flags, const std::string& model, const io::SafeT
           "--rope: got {} beside --subspaces, which are the channel sets in its place", flags.rope);
   const std::string subspaces = flag_or_metadata(flags.subspaces, file, "subspaces");
   std::string rope = flag_or_metadata(flags.rope, file, "rope");
-  if (rope.empty() && !model.empty()) rope = fmt::format("{}", fmt::join(find_model(model).rope, ","));
+  if (rope.empty() && !model.empty() && find_model(model).has_rope()) {
+    rope = fmt::format("{}", fmt::join(find_model(model).rope, ","));
+  }
   if (!rope.empty()) {
     qkv.rope = parse_list("rope", rope, ',');
     require(qkv.rope.size() == 3, Status::invalid_argument,

@@ -51,8 +51,8 @@ void print_tables(bool json) {
   for (const Model& model : models_table()) {
     fmt::print(
         "  {:<21} {:>2} layers x {:>2} heads x {:>3}  rope {:<8}  grid {:<8}  {:>2} steps  rho {:.2f}  dense {:.0f} %  {}\n",
-        model.name, model.layers, model.heads, model.dim, io::join(model.rope, ","), io::join(model.grid, "x"), model.steps,
-        model.rho, 100 * model.dense_steps, model.help);
+        model.name, model.layers, model.heads, model.dim, model.has_rope() ? io::join(model.rope, ",") : "none",
+        io::join(model.grid, "x"), model.steps, model.rho, 100 * model.dense_steps, model.help);
   }
   fmt::print("\nThe paper does not publish rho; the values here are starting points of ours.\n");
 }

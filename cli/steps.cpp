@@ -535,7 +535,7 @@ void add_steps(CLI::App& app) {
   command->add_option("--grid", options->grid, "tokens along T, H and W, as 21x45x80; otherwise the known model's");
   command->add_option("--known", options->known,
                       "take grid, steps and schedule of a known model (see `scope methods`), or none; otherwise the one "
-                      "of the model's name, or the only one whose layers, heads and RoPE config.json has");
+                      "of the model's name, or the first whose layers, heads and RoPE config.json has");
   command->add_option("--steps", options->steps, "sampling steps of the run; otherwise the known model's, or 50")
       ->check(whole(1, kMostSamplerSteps));
   command->add_option("--layers", options->layers, "run the first so many layers alone; the JSON says so")

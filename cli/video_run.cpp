@@ -175,24 +175,29 @@ void read_rgb_inputs(const VideoInputs& options, const std::string& folder, cons
   }
 }
 
+namespace {
+
+ModelQuery query_of(const video::ModelConfig& config, bool two_experts) {
+  ModelQuery query{.layers = config.layers,
+                   .heads = config.heads,
+                   .dim = config.head_dim,
+                   .from_image = config.condition_channels > 0 || config.needs_first_frame,
+                   .experts = two_experts ? 2 : 1};
+  require(config.rope.size() == 3, Status::internal, "rope: got {} ranges, expected 3", config.rope.size());
+  std::copy_n(config.rope.begin(), 3, query.rope);
+  return query;
+}
+
+}  // namespace
+
 const Model* find_known(const std::string& name, const video::ModelConfig& config, bool two_experts) {
   if (name == "none") return nullptr;
   if (!name.empty()) return &find_model(name);
-  auto fitting = fitting_models(config.layers, config.heads, config.rope);
-  if (two_experts) {
-    std::erase_if(fitting, [&](const Model* model) {
-      const std::string_view row = model->name;
-      return !row.starts_with("wan2.2") || row.starts_with("wan2.2-i2v") != (config.condition_channels > 0);
-    });
+  const ModelFit fit = fit_model(query_of(config, two_experts));
+  if (fit.model != nullptr) {
+    fmt::print("config.json fits {}; --known NAME takes another's settings, --known none takes none\n", fit.why);
   }
-  if (fitting.size() == 1) return fitting[0];
-  std::string names;
-  for (const Model* model : fitting) names.append(names.empty() ? "" : ", ").append(model->name);
-  if (!fitting.empty()) {
-    fmt::print("config.json fits {}; nothing is taken of them: --known NAME takes one's settings, --known none is silent\n",
-               names);
-  }
-  return nullptr;
+  return fit.model;
 }
 
 namespace {
@@ -206,10 +211,8 @@ Settings row_settings(const Model& model, const Method& method) {
 }  // namespace
 
 std::string known_text(const Model& model, bool named, const video::ModelConfig& config, const Settings& settings) {
-  std::string text =
-      fmt::format("known model {}, {}:", model.name, named ? "as named" : "the only one that config.json fits");
-  const auto fitting = fitting_models(config.layers, config.heads, config.rope);
-  if (std::find(fitting.begin(), fitting.end(), &model) == fitting.end()) {
+  std::string text = fmt::format("known model {}, {}:", model.name, named ? "as named" : "by config.json");
+  if (!same_shape(model, query_of(config, false))) {
     text = fmt::format("known model {}, as named, though it has {} layers x {} heads and config.json {} x {}:", model.name,
                        model.layers, model.heads, config.layers, config.heads);
   }

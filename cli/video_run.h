@@ -73,9 +73,8 @@ class Transformers {
   std::vector<std::shared_ptr<const video::Model>> kept_;
 };
 
-// The row of the known models that a run takes settings from: the one of that name, or without a name the only one whose
-// layers, heads and RoPE the folder has; of two experts, the row of Wan2.2 for text or for images. Null for `none`, and
-// where none or several fit; several are listed on stdout.
+// The row of the known models that a run takes settings from: the one of that name, or without a name the first that
+// fit_model finds of the folder's shape, which it says on stdout. Null for `none`, and where no row has the shape.
 const Model* find_known(const std::string& name, const video::ModelConfig& config, bool two_experts = false);
 // A line that names the row and every setting that it has for the method, as it is in the run.
 std::string known_text(const Model& model, bool named, const video::ModelConfig& config, const Settings& settings);

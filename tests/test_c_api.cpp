@@ -400,12 +400,66 @@ TEST(CApiTables, CanBeWalked) {
   const auto models = walk(scope_model_at);
   EXPECT_GT(models.size(), 5u);
   for (const scope_model_info& model : models) {
-    EXPECT_EQ(model.rope[0] + model.rope[1] + model.rope[2], model.dim);
+    const int64_t rotated = model.rope[0] + model.rope[1] + model.rope[2];
+    EXPECT_TRUE(rotated == model.dim || rotated == 0) << model.name;
     const scope_attn::Method method = std::move(scope_attn::Method().model(model.name));
     EXPECT_EQ(scope::test::number(method.get("rho")), model.rho);
     EXPECT_EQ(scope::test::number(method.get("dense_steps")), model.dense_steps);
     EXPECT_EQ(method.get("warm_prefix"), model.warm_prefix == 1 ? "yes" : "no");
   }
+}
+
+TEST(CApiTables, SayWhichModelFits) {
+  scope_model_query query{};
+  query.struct_size = sizeof query;
+  scope_model_answer answer{};
+  answer.struct_size = sizeof answer;
+  const auto name = [&] {
+    scope_model_info info{};
+    info.struct_size = sizeof info;
+    EXPECT_EQ(scope_model_at(answer.index, &info), SCOPE_OK);
+    return std::string(info.name);
+  };
+  query.family = "wan";
+  query.layers = query.heads = 40;
+  query.dim = 128;
+  ASSERT_EQ(scope_model_fit(&query, &answer), SCOPE_OK);
+  EXPECT_EQ(name(), "wan2.1-t2v-14b");
+  EXPECT_EQ(answer.exact, 1);
+  EXPECT_EQ(std::string(answer.why).find("wan2.1-t2v-14b: 40 layers x 40 heads of 128 channels"), 0u) << answer.why;
+  query.experts = 2;
+  query.from_image = 1;
+  ASSERT_EQ(scope_model_fit(&query, &answer), SCOPE_OK);
+  EXPECT_EQ(name(), "wan2.2-i2v-a14b");
+  query.layers = 3;
+  ASSERT_EQ(scope_model_fit(&query, &answer), SCOPE_OK);
+  EXPECT_EQ(answer.index, -1);
+  query.nearest = 1;
+  ASSERT_EQ(scope_model_fit(&query, &answer), SCOPE_OK);
+  EXPECT_EQ(name(), "wan2.2-i2v-a14b");
+  EXPECT_EQ(answer.exact, 0);
+  // A family of any length is told of as far as there is room.
+  const std::string family(100'000, 'x');
+  query.family = family.c_str();
+  ASSERT_EQ(scope_model_fit(&query, &answer), SCOPE_OK);
+  EXPECT_EQ(answer.index, -1);
+  EXPECT_EQ(std::strlen(answer.why), 1023u);
+  query.family = nullptr;
+
+  const auto refused = [&](const char* words) {
+    answer.index = 77;
+    EXPECT_EQ(scope_model_fit(&query, &answer), SCOPE_ERROR_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(scope_last_error()).find(words), std::string::npos) << scope_last_error();
+    EXPECT_EQ(answer.index, 77);
+  };
+  query.experts = 3;
+  refused("experts: got 3");
+  query.experts = 1;
+  query.heads = -1;
+  refused("heads: got -1");
+  query.heads = 0;
+  query.reserved = 1;
+  refused("query.reserved");
 }
 
 TEST(CApiTables, VersionIsTheHeaders) {
@@ -522,6 +576,14 @@ TEST_P(CApi, EveryStructMayBeLongerAndNotShorter) {
   expect_output<scope_setting_info>("info", [](scope_setting_info* info) { return scope_setting_at(0, info); });
   expect_output<scope_method_info>("info", [](scope_method_info* info) { return scope_method_at(0, info); });
   expect_output<scope_model_info>("info", [](scope_model_info* info) { return scope_model_at(0, info); });
+  scope_model_query query{};
+  query.struct_size = sizeof query;
+  expect_output<scope_model_answer>("answer", [&](scope_model_answer* answer) { return scope_model_fit(&query, answer); });
+  expect_input("query", query, [](const scope_model_query* given) {
+    scope_model_answer answer{};
+    answer.struct_size = sizeof answer;
+    return scope_model_fit(given, &answer);
+  });
   std::vector<std::byte> report(static_cast<size_t>(session.plan.info().report_bytes));
   expect_output<scope_call_stats>(
       "stats", [&](scope_call_stats* stats) { return scope_report_read(plan, report.data(), stats, nullptr); });
@@ -745,6 +807,45 @@ TEST_P(CApi, OverlapOnAStateIsBusy) {
   done = true;
   asking.join();
   EXPECT_GE(busy, 1);
+}
+
+// Plans are made with one context and one method, and read, while a call runs on that context.
+TEST_P(CApi, PlansAreMadeAndReadWhileACallRuns) {
+  Host host(GetParam(), 9);
+  const scope_attn::Context shared = context();
+  const scope_attn::Method method = quick();
+  Session session(host, shared, method);
+  session.run();
+  const auto expected = host.result();
+  const int64_t bytes = session.plan.info().workspace_bytes;
+  std::atomic<bool> done{false};
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> makers;
+  for (int i = 0; i < 3; ++i) {
+    makers.emplace_back([&] {
+      do {
+        const scope_shape shape = host.shape();
+        scope_plan* plan = nullptr;
+        scope_plan_info made{}, used{};
+        made.struct_size = used.struct_size = sizeof made;
+        int32_t reason = -1;
+        const bool good = scope_plan_create(shared.handle(), method.handle(), &shape, &plan) == SCOPE_OK &&
+                          scope_plan_get_info(plan, &made) == SCOPE_OK && made.workspace_bytes == bytes &&
+                          scope_plan_get_info(session.plan.handle(), &used) == SCOPE_OK && used.workspace_bytes == bytes &&
+                          scope_plan_reason(session.plan.handle(), -1, -1, -1, &reason, nullptr) == SCOPE_OK &&
+                          reason == SCOPE_RAN_SPARSE;
+        if (!good) ++wrong;
+        scope_plan_destroy(plan);
+      } while (!done);
+    });
+  }
+  for (int n = 0; n < 20; ++n) {
+    session.run();
+    EXPECT_EQ(host.result(), expected);
+  }
+  done = true;
+  for (auto& maker : makers) maker.join();
+  EXPECT_EQ(wrong, 0);
 }
 
 // A child has none of its parent's threads: it is told so, can let go of what it inherited, and can begin anew.

@@ -282,6 +282,15 @@ void whole_sequence(Sequence& sequence, const Case& of, int threads) {
     sequence.step("a model", [&] { return scope_method_apply_model(known, "wan2.1-t2v-14b"); });
     sequence.quiet([&] { scope_method_destroy(known); });
   }
+  scope_model_query query{};
+  query.struct_size = sizeof query;
+  query.layers = query.heads = 40;
+  scope_model_answer answer{};
+  answer.struct_size = sizeof answer;
+  answer.index = -2;
+  sequence.step(
+      "which model fits", [&] { return scope_model_fit(&query, &answer); }, [&] { EXPECT_EQ(answer.index, -2); });
+  sequence.record(answer.why, std::strlen(answer.why));
 
   scope_shape shape = scope_attn::make_shape();
   shape.heads = kHeads;

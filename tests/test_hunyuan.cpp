@@ -305,9 +305,11 @@ TEST(HunyuanOnCpu, ConfigDefaultsAreThoseOfDiffusersAndFitTheKnownModel) {
   EXPECT_EQ(config, hunyuan::parse_config(R"({"qk_norm": "rms_norm", "image_condition_type": null})"));
   EXPECT_EQ(config.mlp_dim(), 12288);
   const ModelConfig common = config.common();
-  const auto rows = fitting_models(common.layers, common.heads, common.rope);
-  ASSERT_EQ(rows.size(), 1u);
-  EXPECT_STREQ(rows[0]->name, "hunyuanvideo-13b");
+  ModelQuery query{.layers = common.layers, .heads = common.heads, .dim = common.head_dim};
+  std::copy_n(common.rope.begin(), 3, query.rope);
+  const ModelFit fit = fit_model(query);
+  ASSERT_TRUE(fit.exact) << fit.why;
+  EXPECT_STREQ(fit.model->name, "hunyuanvideo-13b");
   expect_refusal([] { hunyuan::parse_config(R"({"qk_norm": "rms_norm", "num_layers": 0, "num_single_layers": 0})"); },
                  Status::format, "expected a block");
 }

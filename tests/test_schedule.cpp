@@ -192,19 +192,60 @@ TEST(Profiles, ADensityIsTheFewestKeysThatHoldTheMass) {
   }
 }
 
-TEST(Models, FitByLayersHeadsAndRope) {
-  const auto names = [](int64_t layers, int64_t heads, const std::vector<int64_t>& rope) {
-    std::vector<std::string> found;
-    for (const Model* model : fitting_models(layers, heads, rope)) found.emplace_back(model->name);
-    return found;
+// The row and the sentence for every kind of answer.
+TEST(Models, FitByShapeThenExpertsThenImage) {
+  const auto expect = [](const ModelQuery& query, const char* name, bool exact, const std::string& why) {
+    const ModelFit fit = fit_model(query);
+    EXPECT_EQ(fit.why, why);
+    EXPECT_EQ(fit.exact, exact) << why;
+    EXPECT_EQ(fit.model == nullptr ? "none" : fit.model->name, std::string(name)) << why;
   };
-  using Names = std::vector<std::string>;
-  EXPECT_EQ(names(30, 12, {44, 42, 42}), Names{"wan2.1-t2v-1.3b"});
-  EXPECT_EQ(names(30, 24, {44, 42, 42}), Names{"wan2.2-ti2v-5b"});
-  EXPECT_EQ(names(40, 40, {44, 42, 42}), (Names{"wan2.1-t2v-14b", "wan2.1-i2v-14b", "wan2.1-14b-480p",
-                                                "wan2.1-14b-distilled", "wan2.2-a14b", "wan2.2-i2v-a14b"}));
-  EXPECT_EQ(names(30, 12, {42, 44, 42}), Names{});
-  EXPECT_EQ(names(6, 2, {44, 42, 42}), Names{});
+  const ModelQuery wan{.family = "wan", .layers = 40, .heads = 40, .dim = 128, .rope = {44, 42, 42}};
+  const auto with = [](ModelQuery query, auto change) {
+    change(query);
+    return query;
+  };
+  const std::string shape = ": 40 layers x 40 heads of 128 channels, ";
+  expect(wan, "wan2.1-t2v-14b", true,
+         "wan2.1-t2v-14b" + shape +
+             "from text, one transformer; wan2.1-14b-480p, wan2.1-14b-distilled fit as well, later in the table");
+  expect(with(wan, [](ModelQuery& q) { q.from_image = true; }), "wan2.1-i2v-14b", true,
+         "wan2.1-i2v-14b" + shape + "from an image, one transformer");
+  expect(with(wan, [](ModelQuery& q) { q.experts = 2; }), "wan2.2-a14b", true,
+         "wan2.2-a14b" + shape + "from text, two transformers");
+  expect(with(wan, [](ModelQuery& q) { q.experts = 2, q.from_image = true; }), "wan2.2-i2v-a14b", true,
+         "wan2.2-i2v-a14b" + shape + "from an image, two transformers");
+  // The shape stands above experts and image, and any family has it.
+  expect({.layers = 30, .heads = 12, .dim = 128, .rope = {44, 42, 42}, .from_image = true, .experts = 2}, "wan2.1-t2v-1.3b",
+         true,
+         "wan2.1-t2v-1.3b: 30 layers x 12 heads of 128 channels, from text, one transformer; none of this shape is from an "
+         "image, two transformers");
+  expect({.layers = 60, .heads = 24, .dim = 128, .rope = {16, 56, 56}}, "hunyuanvideo-13b", true,
+         "hunyuanvideo-13b: 60 layers x 24 heads of 128 channels, from text, one transformer");
+  // Without a RoPE that fits the table; what is not said does not count.
+  expect({.family = "minimax-h3", .layers = 50, .heads = 56, .dim = 128}, "minimax-h3", true,
+         "minimax-h3: 50 layers x 56 heads of 128 channels, from text, one transformer");
+  expect({.heads = 32, .dim = 128}, "ltx-2", true,
+         "ltx-2: 48 layers x 32 heads of 128 channels, from text, one transformer");
+  // Shapes that no row has.
+  const ModelQuery tiny{.family = "wan", .layers = 2, .heads = 4};
+  expect(tiny, "none", false, "no known model of family \"wan\" has 2 layers x 4 heads");
+  expect(with(tiny, [](ModelQuery& q) { q.nearest = true; }), "wan2.1-t2v-14b", false,
+         "no known model of family \"wan\" has 2 layers x 4 heads; wan2.1-t2v-14b is the most alike");
+  expect({.layers = 2, .heads = 24, .dim = 32, .rope = {16, 8, 8}, .nearest = true}, "wan2.2-ti2v-5b", false,
+         "no known model has 2 layers x 24 heads of 32 channels with RoPE 16,8,8; wan2.2-ti2v-5b is the most alike");
+  expect({.layers = 30, .heads = 12, .dim = 128, .rope = {42, 44, 42}}, "none", false,
+         "no known model has 30 layers x 12 heads of 128 channels with RoPE 42,44,42");
+  expect({.layers = 48, .heads = 32, .dim = 128, .rope = {44, 42, 42}}, "none", false,
+         "no known model has 48 layers x 32 heads of 128 channels with RoPE 44,42,42");
+  expect({.rope = {8, 4, 4}}, "none", false, "no known model has RoPE 8,4,4");
+  expect({.family = "cogvideox", .dim = 32}, "none", false,
+         "no known model of family \"cogvideox\" has heads of 32 channels");
+  expect({.family = "sora", .layers = 40, .nearest = true}, "none", false, "there is no known model of family \"sora\"");
+  for (const ModelQuery& bad :
+       {ModelQuery{.layers = -1}, {.heads = -1}, {.dim = -1}, {.rope = {0, -1, 0}}, {.experts = 3}}) {
+    EXPECT_THROW(fit_model(bad), Error);
+  }
 }
 
 TEST(Models, SayWhichSettingsOfAMethodTheyHave) {

@@ -209,11 +209,19 @@ TEST(Methods, SettingsCarryTheirRow) {
 
 // Of the frames and the resolution that each row's help names, in patches of the latent.
 TEST(Models, GridsAndStepsAreTheUsualOnes) {
-  const std::map<std::string_view, std::string_view> expected = {
-      {"wan2.1-t2v-14b", "21x45x80 50"},   {"wan2.1-i2v-14b", "21x45x80 40"},      {"wan2.1-t2v-1.3b", "21x30x52 50"},
-      {"wan2.1-14b-480p", "21x30x52 50"},  {"wan2.1-14b-distilled", "21x30x52 4"}, {"wan2.2-a14b", "21x45x80 40"},
-      {"wan2.2-i2v-a14b", "21x45x80 40"},  {"wan2.2-ti2v-5b", "31x22x40 50"},      {"hunyuanvideo-13b", "33x45x80 50"},
-      {"hunyuanvideo-1.5", "31x45x80 50"}, {"cogvideox-5b", "11x48x85 50"}};
+  const std::map<std::string_view, std::string_view> expected = {{"wan2.1-t2v-14b", "21x45x80 50"},
+                                                                 {"wan2.1-i2v-14b", "21x45x80 40"},
+                                                                 {"wan2.1-t2v-1.3b", "21x30x52 50"},
+                                                                 {"wan2.1-14b-480p", "21x30x52 50"},
+                                                                 {"wan2.1-14b-distilled", "21x30x52 4"},
+                                                                 {"wan2.2-a14b", "21x45x80 40"},
+                                                                 {"wan2.2-i2v-a14b", "21x45x80 40"},
+                                                                 {"wan2.2-ti2v-5b", "31x22x40 50"},
+                                                                 {"hunyuanvideo-13b", "33x45x80 50"},
+                                                                 {"hunyuanvideo-1.5", "31x45x80 50"},
+                                                                 {"cogvideox-5b", "11x48x85 50"},
+                                                                 {"minimax-h3", "37x24x42 50"},
+                                                                 {"ltx-2", "16x22x40 30"}};
   ASSERT_EQ(models_table().size(), expected.size());
   for (const Model& model : models_table()) {
     EXPECT_EQ(fmt::format("{}x{}x{} {}", model.grid[0], model.grid[1], model.grid[2], model.steps), expected.at(model.name))
@@ -223,7 +231,9 @@ TEST(Models, GridsAndStepsAreTheUsualOnes) {
 
 TEST(Models, RangesCoverTheHeadDimension) {
   for (const Model& model : models_table()) {
-    EXPECT_EQ(model.rope[0] + model.rope[1] + model.rope[2], model.dim) << model.name;
+    const bool none = !model.has_rope();
+    EXPECT_EQ(model.rope[0] + model.rope[1] + model.rope[2], none ? 0 : model.dim) << model.name;
+    EXPECT_EQ(none, std::string(model.name) == "minimax-h3" || std::string(model.name) == "ltx-2") << model.name;
   }
   EXPECT_EQ(
       find_model("wan2.1-t2v-14b").grid[0] * find_model("wan2.1-t2v-14b").grid[1] * find_model("wan2.1-t2v-14b").grid[2],
@@ -248,6 +258,8 @@ constexpr Known kKnown[] = {
     {"hunyuanvideo-13b", "0.88", "0.1", "yes", "60", "400", "0.1", "0.88", "0.05", "0.1", "6", "50", "50"},
     {"hunyuanvideo-1.5", "0.88", "0.1", "yes", "54", "400", "0.1", "0.88", "0.05", "0.1", "6", "50", "50"},
     {"cogvideox-5b", "0.9", "0.2", "no", "42", "300", "0.2", "0.9", "0.15", "0.2", "11", "40", "50"},
+    {"minimax-h3", "0.9", "0.2", "no", "50", "300", "0.2", "0.9", "0.15", "0.2", "11", "40", "50"},
+    {"ltx-2", "0.9", "0.2", "no", "48", "300", "0.2", "0.9", "0.15", "0.2", "11", "40", "50"},
 };
 
 TEST(Models, OverrideWhatEachMethodTakesFromThem) {

@@ -15,5 +15,5 @@ for s in data["settings"]:
     print(f"| `{s['name']}` | {s['stage']} | {takes} | {s['default']} | {s['help']} |")
 print("\n## Models\n\n| model | layers × heads × dim | RoPE T,H,W | grid | steps | ρ (ours) | dense steps | |\n|---|---|---|---|---|---|---|---|")
 for m in data["models"]:
-    print(f"| `{m['name']}` | {m['layers']} × {m['heads']} × {m['dim']} | {','.join(map(str, m['rope']))} | {'×'.join(map(str, m['grid']))} | "
+    print(f"| `{m['name']}` | {m['layers']} × {m['heads']} × {m['dim']} | {','.join(map(str, m['rope'])) if any(m['rope']) else 'none'} | {'×'.join(map(str, m['grid']))} | "
           f"{m['steps']} | {m['rho']} | {100 * m['dense_steps']:.0f} % | {m['help']} |")

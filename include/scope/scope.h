@@ -148,7 +148,7 @@ typedef struct scope_model_info { /* what it changes of a method: scope_method_a
   const char* name;
   const char* help;
   int64_t layers, heads, dim;
-  int64_t rope[3]; /* channels along T, H, W */
+  int64_t rope[3]; /* channels along T, H, W, one range after the other; all 0: its heads have no such ranges */
   int64_t grid[3]; /* tokens along T, H, W at the usual size */
   int64_t steps;   /* of its usual schedule */
   double rho;
@@ -157,6 +157,29 @@ typedef struct scope_model_info { /* what it changes of a method: scope_method_a
   int32_t reserved;    /* 0 */
 } scope_model_info;
 SCOPE_API scope_status scope_model_at(int32_t index, scope_model_info* info);
+
+/* A transformer, of which the caller says what it knows. */
+typedef struct scope_model_query {
+  size_t struct_size;
+  const char* family;         /* how names of rows begin: "wan", "hunyuanvideo", "ltx-2"; NULL: any */
+  int64_t layers, heads, dim; /* 0: not said */
+  int64_t rope[3];            /* channels along T, H, W; all 0: not said */
+  int32_t from_image;         /* 1: it makes videos from an image */
+  int32_t experts;            /* transformers that share the steps, 2 in Wan2.2 A14B; 0 is 1 */
+  int32_t nearest;            /* 1: where no row has the shape, take the one that is most alike */
+  int32_t reserved;           /* 0 */
+} scope_model_query;
+
+typedef struct scope_model_answer {
+  size_t struct_size;
+  int32_t index;   /* for scope_model_at; -1: none */
+  int32_t exact;   /* 1: the row has all that is said of layers, heads, dim and rope */
+  const char* why; /* one sentence for people; it lasts until the next scope_model_fit on this thread */
+} scope_model_answer;
+
+/* Which known model's settings fit a transformer. Rows of its shape come first, then those of as many experts, then those
+ * from an image or from text as asked, then the table's order. */
+SCOPE_API scope_status scope_model_fit(const scope_model_query* query, scope_model_answer* answer);
 
 /* ---- plan ---------------------------------------------------------------------------------------------------------- */
 

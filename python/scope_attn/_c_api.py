@@ -39,6 +39,15 @@ class ModelInfo(Sized):
                       (c.c_double, "rho dense_steps"), (c.c_int32, "warm_prefix reserved"))
 
 
+class ModelQuery(Sized):
+    _fields_ = fields((c.c_char_p, "family"), (c.c_int64, "layers heads dim"), (c.c_int64 * 3, "rope"),
+                      (c.c_int32, "from_image experts nearest reserved"))
+
+
+class ModelAnswer(Sized):
+    _fields_ = fields((c.c_int32, "index exact"), (c.c_char_p, "why"))
+
+
 class Shape(Sized):
     _fields_ = fields((c.c_int64, "batch heads q_tokens k_tokens dim"), (c.c_int32, "dtype dense_queries"), (c.c_int64 * 3, "rope"),
                       (c.c_int64, "subspaces"), (c.c_void_p, "subspace_sizes subspace_channels"))
@@ -99,6 +108,7 @@ def prototypes():
         ("setting_at", STATUS, [i32, p(SettingInfo)]),
         ("method_at", STATUS, [i32, p(MethodInfo)]),
         ("model_at", STATUS, [i32, p(ModelInfo)]),
+        ("model_fit", STATUS, [p(ModelQuery), p(ModelAnswer)]),
         ("plan_create", STATUS, [handle, handle, p(Shape), made]),
         ("plan_destroy", None, [handle]),
         ("plan_get_info", STATUS, [handle, p(PlanInfo)]),
@@ -194,6 +204,12 @@ class LibScope:
 
     def models(self):
         return list(self._rows(self.model_at, ModelInfo))
+
+    def fit(self, rope=None, **query):
+        """The answer to a ModelQuery of these fields."""
+        answer = ModelAnswer()
+        self.model_fit(ModelQuery(rope=(c.c_int64 * 3)(*(rope or (0, 0, 0))), **query), answer)
+        return answer
 
     def plan(self, method="scope", settings=None, model=None, backend="cpu", device=0, threads=0, **shape):
         """A plan on a context of its own; `model` is applied to the method before `settings`."""

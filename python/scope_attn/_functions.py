@@ -210,7 +210,7 @@ class Model(NamedTuple):
     layers: int
     heads: int
     dim: int
-    rope: tuple[int, int, int]  # channels along T, H, W
+    rope: tuple[int, int, int]  # channels along T, H, W; (0, 0, 0): its heads have no such ranges
     grid: tuple[int, int, int]  # tokens along T, H, W at the usual size
     steps: int
     rho: float
@@ -259,6 +259,18 @@ def models() -> list[Model]:
     """
     return [Model(row.name.decode(), row.help.decode(), row.layers, row.heads, row.dim, tuple(row.rope), tuple(row.grid), row.steps,
                   row.rho, row.dense_steps, bool(row.warm_prefix)) for row in _c_api.library().models()]
+
+
+def model_fit(family: Optional[str], *, layers: int = 0, heads: int = 0, dim: int = 0, rope: Optional[Sequence[int]] = None,
+              from_image: bool = False, experts: int = 1, nearest: bool = True) -> tuple[Optional[Model], str]:
+    """The row of models() whose settings fit a transformer, and why, in one sentence.
+
+    family: how the names of its rows begin; None: any. What is 0 or None is not said. experts: 2 where two transformers
+    share the steps. nearest: where no row has the shape, the most alike one is taken, otherwise none.
+    """
+    answer = _c_api.library().fit(family=None if family is None else family.encode(), layers=layers, heads=heads, dim=dim,
+                                  rope=rope, from_image=from_image, experts=experts, nearest=nearest)
+    return None if answer.index < 0 else models()[answer.index], answer.why.decode(errors="replace")
 
 
 def supports(device: Any, dtype: str, dim: int) -> bool:

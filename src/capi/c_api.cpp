@@ -62,10 +62,17 @@ namespace {
 // Of a fixed size, cut where it is longer: telling of a lack of memory must not need any, and neither must a thread's end.
 thread_local char last_error[4096];
 
+thread_local char last_fit[1024];
+
+template <size_t size>
+void keep_text(const char* text, char (&to)[size]) {
+  const size_t length = std::min(std::strlen(text), size - 1);
+  std::memcpy(to, text, length);
+  to[length] = '\0';
+}
+
 scope_status failed(Status status, const char* text) {
-  const size_t length = std::min(std::strlen(text), sizeof last_error - 1);
-  std::memcpy(last_error, text, length);
-  last_error[length] = '\0';
+  keep_text(text, last_error);
   return static_cast<scope_status>(status);
 }
 
@@ -287,6 +294,19 @@ scope_status scope_method_at(int32_t index, scope_method_info* info) {
 
 scope_status scope_model_at(int32_t index, scope_model_info* info) {
   return guarded([&] { read_row(scope::models_table(), index, info, from_model); });
+}
+
+scope_status scope_model_fit(const scope_model_query* query, scope_model_answer* answer) {
+  return guarded([&] {
+    struct_size(answer, "answer");
+    const scope::ModelFit fit = scope::fit_model(to_query(read_struct(query, "query")));
+    keep_text(fit.why.c_str(), last_fit);
+    scope_model_answer out{};
+    out.index = fit.model == nullptr ? -1 : static_cast<int32_t>(fit.model - scope::models_table().data());
+    out.exact = fit.exact ? 1 : 0;
+    out.why = last_fit;
+    write_struct(out, answer);
+  });
 }
 
 scope_status scope_plan_create(scope_context* context, const scope_method* method, const scope_shape* shape,

@@ -29,6 +29,8 @@ SCOPE_FIRST(scope_selection, codes);
 SCOPE_FIRST(scope_head_stats, max_count);
 SCOPE_FIRST(scope_call_stats, total_seconds);
 SCOPE_FIRST(scope_run_args, stream);
+SCOPE_FIRST(scope_model_query, reserved);
+SCOPE_FIRST(scope_model_answer, why);
 #undef SCOPE_FIRST
 
 inline constexpr size_t kMostSize = 4096;  // a struct_size beyond it was never set, and is no reason to read that far

@@ -183,6 +183,19 @@ scope_method_info from_method(const Method& from) {
           .reserved_2 = 0};
 }
 
+ModelQuery to_query(const scope_model_query& from) {
+  require(from.reserved == 0, Status::invalid_argument, "query.reserved: got {}, expected 0", from.reserved);
+  ModelQuery query{.family = from.family == nullptr ? "" : from.family,
+                   .layers = from.layers,
+                   .heads = from.heads,
+                   .dim = from.dim,
+                   .from_image = from.from_image != 0,
+                   .experts = from.experts == 0 ? 1 : from.experts,
+                   .nearest = from.nearest != 0};
+  std::copy_n(from.rope, 3, query.rope);
+  return query;
+}
+
 scope_model_info from_model(const Model& from) {
   scope_model_info info{};
   info.name = from.name;

@@ -14,6 +14,7 @@ Shape to_shape(const scope_shape& from);
 CallArgs to_args(const Plan& plan, const scope_run_args& from);
 SelectionOut to_selection(const scope_selection& from);
 CallStats to_stats(const scope_call_stats& from);
+ModelQuery to_query(const scope_model_query& from);  // family still points to the caller's text
 
 scope_plan_info from_plan(const Plan& plan);
 scope_call_stats from_stats(const CallStats& from);

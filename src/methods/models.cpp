@@ -1,7 +1,12 @@
-// Per-model shapes, RoPE ranges and schedules.
+// Per-model shapes, RoPE ranges and schedules, and which of them fits a transformer.
 #include "methods/models.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
+#include <string>
+#include <utility>
 
 #include "methods/methods.h"
 #include "stages/choices.h"
@@ -16,152 +21,196 @@ constexpr Model::Svg2 kHunyuanSvg2{400, 0.1};
 constexpr Model::Svoo kHunyuan{0.88, 0.05, 0.10, 6, 50, 50};
 
 const Model kTable[] = {
-    {"wan2.1-t2v-14b",
-     "Wan2.1 T2V 14B, 81 frames at 720p",
-     40,
-     40,
-     128,
-     {44, 42, 42},
-     {21, 45, 80},
-     50,
-     0.90,
-     0.2,
-     false,
-     kWanSvg2,
-     kWan21},
-    {"wan2.1-i2v-14b",
-     "Wan2.1 I2V 14B, 81 frames at 720p",
-     40,
-     40,
-     128,
-     {44, 42, 42},
-     {21, 45, 80},
-     40,
-     0.90,
-     0.2,
-     false,
-     {300, 0.35},
-     {0.90, 0.10, 0.15, 9, 20, 40}},
-    {"wan2.1-t2v-1.3b",
-     "Wan2.1 T2V 1.3B, 81 frames at 480p",
-     30,
-     12,
-     128,
-     {44, 42, 42},
-     {21, 30, 52},
-     50,
-     0.90,
-     0.2,
-     false,
-     kWanSvg2,
-     {0.90, 0.15, 0.20, 11, 20, 50}},
-    {"wan2.1-14b-480p",
-     "Wan2.1 14B, 81 frames at 480p",
-     40,
-     40,
-     128,
-     {44, 42, 42},
-     {21, 30, 52},
-     50,
-     0.90,
-     0.2,
-     false,
-     kWanSvg2,
-     kWan21},
-    {"wan2.1-14b-distilled",
-     "Wan2.1 14B, 4- to 8-step variants, 480p: no dense prefix fits",
-     40,
-     40,
-     128,
-     {44, 42, 42},
-     {21, 30, 52},
-     4,
-     0.90,
-     0.0,
-     false,
-     {300, 0.0},
-     kWan21},
-    {"wan2.2-a14b",
-     "Wan2.2 T2V A14B (each of its two transformers), 81 frames at 720p",
-     40,
-     40,
-     128,
-     {44, 42, 42},
-     {21, 45, 80},
-     40,
-     0.90,
-     0.2,
-     false,
-     kWanSvg2,
-     {0.90, 0.20, 0.22, 9, 40, 40}},
-    {"wan2.2-i2v-a14b",
-     "Wan2.2 I2V A14B (each of its two transformers), 81 frames at 720p",
-     40,
-     40,
-     128,
-     {44, 42, 42},
-     {21, 45, 80},
-     40,
-     0.90,
-     0.2,
-     false,
-     kWanSvg2,
-     {0.90, 0.20, 0.25, 9, 40, 40}},
-    {"wan2.2-ti2v-5b",
-     "Wan2.2 TI2V 5B, 121 frames at 720p",
-     30,
-     24,
-     128,
-     {44, 42, 42},
-     {31, 22, 40},
-     50,
-     0.90,
-     0.2,
-     false,
-     kWanSvg2,
-     kWan21},
-    {"hunyuanvideo-13b",
-     "HunyuanVideo 13B, 129 frames at 720p, up to 256 text tokens",
-     60,
-     24,
-     128,
-     {16, 56, 56},
-     {33, 45, 80},
-     50,
-     0.88,
-     0.1,
-     true,
-     kHunyuanSvg2,
-     kHunyuan},
+    {.name = "wan2.1-t2v-14b",
+     .help = "Wan2.1 T2V 14B, 81 frames at 720p",
+     .layers = 40,
+     .heads = 40,
+     .dim = 128,
+     .rope = {44, 42, 42},
+     .grid = {21, 45, 80},
+     .steps = 50,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = kWan21},
+    {.name = "wan2.1-i2v-14b",
+     .help = "Wan2.1 I2V 14B, 81 frames at 720p",
+     .layers = 40,
+     .heads = 40,
+     .dim = 128,
+     .rope = {44, 42, 42},
+     .grid = {21, 45, 80},
+     .from_image = true,
+     .steps = 40,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = {300, 0.35},
+     .svoo = {0.90, 0.10, 0.15, 9, 20, 40}},
+    {.name = "wan2.1-t2v-1.3b",
+     .help = "Wan2.1 T2V 1.3B, 81 frames at 480p",
+     .layers = 30,
+     .heads = 12,
+     .dim = 128,
+     .rope = {44, 42, 42},
+     .grid = {21, 30, 52},
+     .steps = 50,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = {0.90, 0.15, 0.20, 11, 20, 50}},
+    {.name = "wan2.1-14b-480p",
+     .help = "Wan2.1 14B, 81 frames at 480p",
+     .layers = 40,
+     .heads = 40,
+     .dim = 128,
+     .rope = {44, 42, 42},
+     .grid = {21, 30, 52},
+     .steps = 50,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = kWan21},
+    {.name = "wan2.1-14b-distilled",
+     .help = "Wan2.1 14B, 4- to 8-step variants, 480p: no dense prefix fits",
+     .layers = 40,
+     .heads = 40,
+     .dim = 128,
+     .rope = {44, 42, 42},
+     .grid = {21, 30, 52},
+     .steps = 4,
+     .rho = 0.90,
+     .dense_steps = 0.0,
+     .svg2 = {300, 0.0},
+     .svoo = kWan21},
+    {.name = "wan2.2-a14b",
+     .help = "Wan2.2 T2V A14B (each of its two transformers), 81 frames at 720p",
+     .layers = 40,
+     .heads = 40,
+     .dim = 128,
+     .rope = {44, 42, 42},
+     .grid = {21, 45, 80},
+     .experts = 2,
+     .steps = 40,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = {0.90, 0.20, 0.22, 9, 40, 40}},
+    {.name = "wan2.2-i2v-a14b",
+     .help = "Wan2.2 I2V A14B (each of its two transformers), 81 frames at 720p",
+     .layers = 40,
+     .heads = 40,
+     .dim = 128,
+     .rope = {44, 42, 42},
+     .grid = {21, 45, 80},
+     .from_image = true,
+     .experts = 2,
+     .steps = 40,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = {0.90, 0.20, 0.25, 9, 40, 40}},
+    {.name = "wan2.2-ti2v-5b",
+     .help = "Wan2.2 TI2V 5B, 121 frames at 720p",
+     .layers = 30,
+     .heads = 24,
+     .dim = 128,
+     .rope = {44, 42, 42},
+     .grid = {31, 22, 40},
+     .steps = 50,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = kWan21},
+    {.name = "hunyuanvideo-13b",
+     .help = "HunyuanVideo 13B, 129 frames at 720p, up to 256 text tokens",
+     .layers = 60,
+     .heads = 24,
+     .dim = 128,
+     .rope = {16, 56, 56},
+     .grid = {33, 45, 80},
+     .steps = 50,
+     .rho = 0.88,
+     .dense_steps = 0.1,
+     .warm_prefix = true,
+     .svg2 = kHunyuanSvg2,
+     .svoo = kHunyuan},
     // Its shape is published, a schedule for sparse attention is not: that of HunyuanVideo.
-    {"hunyuanvideo-1.5",
-     "HunyuanVideo 1.5, 121 frames at 720p, up to 1,985 tokens of text and image",
-     54,
-     16,
-     128,
-     {16, 56, 56},
-     {31, 45, 80},
-     50,
-     0.88,
-     0.1,
-     true,
-     kHunyuanSvg2,
-     kHunyuan},
-    // Its shape is published, a schedule for sparse attention is not: that of Wan.
-    {"cogvideox-5b",
-     "CogVideoX and CogVideoX1.5 5B, 81 frames at 768p in the latter, up to 226 text tokens",
-     42,
-     48,
-     64,
-     {16, 24, 24},
-     {11, 48, 85},
-     50,
-     0.90,
-     0.2,
-     false,
-     kWanSvg2,
-     kWan21},
+    {.name = "hunyuanvideo-1.5",
+     .help = "HunyuanVideo 1.5, 121 frames at 720p, up to 1,985 tokens of text and image",
+     .layers = 54,
+     .heads = 16,
+     .dim = 128,
+     .rope = {16, 56, 56},
+     .grid = {31, 45, 80},
+     .steps = 50,
+     .rho = 0.88,
+     .dense_steps = 0.1,
+     .warm_prefix = true,
+     .svg2 = kHunyuanSvg2,
+     .svoo = kHunyuan},
+    // The shapes from here on are published, a schedule for sparse attention is not: that of Wan.
+    {.name = "cogvideox-5b",
+     .help = "CogVideoX and CogVideoX1.5 5B, 81 frames at 768p in the latter, up to 226 text tokens",
+     .layers = 42,
+     .heads = 48,
+     .dim = 64,
+     .rope = {16, 24, 24},
+     .grid = {11, 48, 85},
+     .steps = 50,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = kWan21},
+    // Channel i of a head turns with channel i + 48, and the last 32 do not turn: no ranges.
+    {.name = "minimax-h3",
+     .help = "MiniMax-H3, 124 frames at 768p, beside them text, audio and references",
+     .layers = 50,
+     .heads = 56,
+     .dim = 128,
+     .rope = {},
+     .grid = {37, 24, 42},
+     .steps = 50,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = kWan21},
+    // The axes alternate over the channels of all heads: no ranges.
+    {.name = "ltx-2",
+     .help = "LTX-2, 121 frames at 1280x704",
+     .layers = 48,
+     .heads = 32,
+     .dim = 128,
+     .rope = {},
+     .grid = {16, 22, 40},
+     .steps = 30,
+     .rho = 0.90,
+     .dense_steps = 0.2,
+     .svg2 = kWanSvg2,
+     .svoo = kWan21},
 };
+
+bool said(const int64_t (&rope)[3]) { return rope[0] != 0 || rope[1] != 0 || rope[2] != 0; }
+bool same_rope(const Model& model, const ModelQuery& query) {
+  return !said(query.rope) || std::ranges::equal(model.rope, query.rope);
+}
+bool same(int64_t of_model, int64_t asked) { return asked == 0 || asked == of_model; }
+
+// What is compared, the weightiest first: the shape, then how many transformers there are, then what the video starts from.
+std::array<bool, 6> likeness(const Model& model, const ModelQuery& query) {
+  return {same_rope(model, query),    same(model.layers, query.layers), same(model.heads, query.heads),
+          same(model.dim, query.dim), model.experts == query.experts,   model.from_image == query.from_image};
+}
+
+std::string shape_text(int64_t layers, int64_t heads, int64_t dim) {
+  std::string text = layers == 0 ? "" : fmt::format("{} layers", layers);
+  if (heads != 0) text += fmt::format("{}{} heads", text.empty() ? "" : " x ", heads);
+  if (dim != 0) text += fmt::format("{} of {} channels", heads != 0 ? "" : text.empty() ? "heads" : " x heads", dim);
+  return text;
+}
+
+std::string kind_text(bool from_image, int64_t experts) {
+  return fmt::format("from {}, {}", from_image ? "an image" : "text", experts == 2 ? "two transformers" : "one transformer");
+}
 
 }  // namespace
 
@@ -174,12 +223,47 @@ const Model& find_model(std::string_view name) {
   fail(Status::invalid_argument, "model: there is no \"{}\"; there are {}", name, names(models_table(), ", "));
 }
 
-std::vector<const Model*> fitting_models(int64_t layers, int64_t heads, std::span<const int64_t> rope) {
-  std::vector<const Model*> found;
-  for (const Model& model : kTable) {
-    if (model.layers == layers && model.heads == heads && std::ranges::equal(model.rope, rope)) found.push_back(&model);
+bool same_shape(const Model& model, const ModelQuery& query) {
+  return same_rope(model, query) && same(model.layers, query.layers) && same(model.heads, query.heads) &&
+         same(model.dim, query.dim);
+}
+
+ModelFit fit_model(const ModelQuery& query) {
+  for (const auto& [name, value] : {std::pair{"layers", query.layers}, {"heads", query.heads}, {"dim", query.dim}}) {
+    require(value >= 0, Status::invalid_argument, "{}: got {}, expected 0 (not said) or more", name, value);
   }
-  return found;
+  for (const int64_t n : query.rope) {
+    require(n >= 0, Status::invalid_argument, "rope: got a range of {} channels, expected 0 (not said) or more", n);
+  }
+  require(query.experts == 1 || query.experts == 2, Status::invalid_argument, "experts: got {}, expected 1 or 2",
+          query.experts);
+  const Model* best = nullptr;
+  for (const Model& model : kTable) {
+    if (!std::string_view(model.name).starts_with(query.family)) continue;
+    if (best == nullptr || likeness(*best, query) < likeness(model, query)) best = &model;
+  }
+  const std::string whose = query.family.empty() ? "" : fmt::format(" of family \"{}\"", query.family);
+  if (best == nullptr) return {.why = fmt::format("there is no known model{}", whose)};
+  if (!same_shape(*best, query)) {
+    std::string why = fmt::format("no known model{} has {}", whose, shape_text(query.layers, query.heads, query.dim));
+    if (said(query.rope)) why += fmt::format("{}RoPE {}", why.ends_with(' ') ? "" : " with ", fmt::join(query.rope, ","));
+    if (!query.nearest) return {.why = why};
+    return {.model = best, .why = fmt::format("{}; {} is the most alike", why, best->name)};
+  }
+  std::string why = fmt::format("{}: {}, {}", best->name, shape_text(best->layers, best->heads, best->dim),
+                                kind_text(best->from_image, best->experts));
+  if (best->from_image != query.from_image || best->experts != query.experts) {
+    why += fmt::format("; none of this shape is {}", kind_text(query.from_image, query.experts));
+  }
+  std::vector<const char*> later;  // as much alike
+  for (const Model& model : std::span(best + 1, std::end(kTable))) {
+    const bool asked = std::string_view(model.name).starts_with(query.family);
+    if (asked && likeness(model, query) == likeness(*best, query)) later.push_back(model.name);
+  }
+  if (!later.empty()) {
+    why += fmt::format("; {} fit{} as well, later in the table", fmt::join(later, ", "), later.size() == 1 ? "s" : "");
+  }
+  return {.model = best, .exact = true, .why = why};
 }
 
 std::vector<const Setting*> settings_of_models(const Method& method) {

@@ -222,6 +222,13 @@ class Calls:
         self.expect("scope_method_create, nowhere to put it", INVALID, "method", lambda: self.lib.method_create(b"scope", None))
         for model in (None, b"", b"wan", b"WAN2.1-T2V-14B"):
             self.expect(f"scope_method_apply_model, {model}", INVALID, "model", lambda model=model: self.lib.method_apply_model(method, model))
+        fit, answer = self.lib.model_fit, api.ModelAnswer
+        for fields, says in ((dict(layers=-1), "layers"), (dict(heads=-BIG), "heads"), (dict(dim=-1), "dim"), (dict(rope=(c.c_int64 * 3)(0, 0, -1)), "rope"), (dict(experts=-1), "experts"), (dict(experts=3), "experts"), (dict(reserved=1), "reserved")):
+            self.expect(f"scope_model_fit, {fields}", INVALID, says, lambda fields=fields: fit(api.ModelQuery(**fields), answer()))
+        self.expect("scope_model_fit, query null", INVALID, "query", lambda: fit(None, answer()))
+        self.expect("scope_model_fit, answer null", INVALID, "answer", lambda: fit(api.ModelQuery(), None))
+        for family in (b"", b"\xff", b"n" * 100000):
+            self.expect(f"scope_model_fit, family {str(family)[:20]}", 0, "", lambda family=family: fit(api.ModelQuery(family=family, layers=BIG, nearest=77), answer()))
         for at, info in ((self.lib.setting_at, api.SettingInfo), (self.lib.method_at, api.MethodInfo), (self.lib.model_at, api.ModelInfo)):
             for index in (-1, 10000, -(1 << 31), (1 << 31) - 1):
                 self.expect(f"{info.__name__} at {index}", INVALID, "index", lambda index=index: at(index, info()))

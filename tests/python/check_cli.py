@@ -68,7 +68,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert "scope-paper" in said and "first_sample" in [row["name"] for row in tables["settings"]]
     for row in tables["models"]:
         line = next(line for line in said.splitlines() if line.split()[:1] == [row["name"]])
-        for words in (("rope", ",".join(map(str, row["rope"]))), ("grid", "x".join(map(str, row["grid"])))):
+        for words in (("rope", ",".join(map(str, row["rope"])) if any(row["rope"]) else "none"), ("grid", "x".join(map(str, row["grid"])))):
             assert words in list(zip(line.split(), line.split()[1:])), (words, line)
     assert "make-qkv" in accept("--help") and "--dump" in accept("attend", "--help")
 
@@ -102,6 +102,12 @@ with tempfile.TemporaryDirectory() as folder:
         assert abs(row["density"] - row["target"]) < 0.03, row
         # Every query is sampled one time in three: the share of keys kept there is close to the density.
         assert abs(row["retention"] - row["density"]) < 0.1 and row["density"] - 0.02 < row["mass_recall"] < 1 + 1e-9, row
+    for row in rows:  # a warm call's parts, a first call's selection, and what stands in the table
+        assert abs(row["speedup"] - row["dense_seconds"] / row["total_seconds"]) < 1e-9, row
+        assert row["attend_seconds"] > 0 and row["selection_seconds"] + row["attend_seconds"] < 1.01 * row["total_seconds"], row
+        assert (row["selection_seconds"] > 0) == (row["first_selection_seconds"] > 0) == (row["method"] != "dense"), row
+        words = f"{1e3 * row['selection_seconds']:.1f}", f"{1e3 * row['attend_seconds']:.1f}", f"{row['speedup']:.2f}x"
+        assert [line for line in said.splitlines() if line.startswith(row["method"] + " ") and tuple(line.split()[-3:]) == words], (row, said)
     for name in ("recall", "error"):
         lines = xml.etree.ElementTree.parse(f"{folder}/c-{name}.svg").findall("{http://www.w3.org/2000/svg}polyline")
         assert [len(line.get("points").split()) for line in lines] == [2] * len(specs)
@@ -189,6 +195,10 @@ with tempfile.TemporaryDirectory() as folder:
     refuse(2, "dense keeps everything", *base, "--method", "dense", "--target-density", "0.2")
     refuse(2, "one subspace", *base, "--method", "svg2:partition=rope")
     refuse(2, "wan2.1", *base, "--model", "sora")
+    # A known model without ranges of RoPE gives none, and a method that needs them says so; one that needs none runs.
+    plain = (*npy[:-2], "-o", OUT)
+    refuse(2, "partition: rope needs the channel counts", *plain, "--model", "ltx-2")
+    accept(*plain, "--model", "ltx-2", "--method", "scope-mean")
     refuse(2, "partition", *base, "--set", "partition=even:0")
     refuse(2, "subspaces", *base, "--subspaces", "[[0,1],[2")
     refuse(2, "subspaces", *base, "--subspaces", "[[0,-1]]")

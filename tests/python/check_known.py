@@ -82,18 +82,25 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert run["settings"]["dense_steps"] == "0.5" and run["settings"]["groups"] == "8" and run["known"]["settings"]["dense_steps"] == "0.35"
     assert "groups=8 (given; its own: 300) dense_steps=0.5 (given; its own: 0.35) warm_prefix=no" in said, said
 
-    # Without a name: nothing for a model that no row fits, and where several do they are listed.
+    # Without a name: nothing for a model whose shape no row has; otherwise the first row of its shape, and why.
     for arguments in ((), ("--known", "none")):
         said, run = generate("plain", *arguments)
         assert run["known"] is None and "known" not in said and run["settings"]["layers"] == "0", said
     config = json.load(open(f"{REPOSITORY}/models/tiny-wan/config.json"))
-    for layers, heads in ((30, 12), (40, 40)):
-        os.mkdir(f"{FOLDER}/{layers}")
-        json.dump({**config, "num_layers": layers, "num_attention_heads": heads}, open(f"{FOLDER}/{layers}/config.json", "w"))
-    folder = lambda layers: ("generate", "-o", f"{FOLDER}/refused", "--model", f"{FOLDER}/{layers}", "--grid", "5x4x6", "--method", "svoo")
-    refuse(2, ["known model wan2.1-t2v-1.3b, the only one that config.json fits: rho=0.9", "reuse_interval=20", "--condition"], *folder(30))
-    text = refuse(2, ["config.json fits wan2.1-t2v-14b, wan2.1-i2v-14b, wan2.1-14b-480p", "wan2.2-i2v-a14b; nothing is taken"], *folder(40))
-    assert "known model" not in text, text
+    for name, layers, heads, channels in ((30, 30, 12, 28), (40, 40, 40, 28), ("text", 40, 40, 12)):
+        os.mkdir(f"{FOLDER}/{name}")
+        json.dump({**config, "num_layers": layers, "num_attention_heads": heads, "in_channels": channels},
+                  open(f"{FOLDER}/{name}/config.json", "w"))
+    folder = lambda name: ("generate", "-o", f"{FOLDER}/refused", "--model", f"{FOLDER}/{name}", "--grid", "5x4x6", "--method", "svoo")
+    # The config has channels beside the noise, as models from images do.
+    refuse(2, ["config.json fits wan2.1-t2v-1.3b: 30 layers x 12 heads of 128 channels, from text, one transformer; none of this shape is "
+               "from an image", "--known none takes none", "known model wan2.1-t2v-1.3b, by config.json: rho=0.9", "reuse_interval=20",
+               "--condition"], *folder(30))
+    refuse(2, ["config.json fits wan2.1-i2v-14b: 40 layers x 40 heads of 128 channels, from an image, one transformer;",
+               "known model wan2.1-i2v-14b, by config.json: rho=0.9", "--condition"], *folder(40))
+    refuse(2, ["config.json fits wan2.1-t2v-14b: 40 layers x 40 heads of 128 channels, from text, one transformer; wan2.1-14b-480p, "
+               "wan2.1-14b-distilled fit as well, later in the table; --known NAME takes another's settings, --known none takes none",
+               "known model wan2.1-t2v-14b, by config.json: rho=0.9", "--condition"], *folder("text"))
     assert "known model" not in refuse(2, ["--condition"], *folder(30), "--known", "none")
     assert "config.json fits" not in refuse(2, ["known model wan2.2-a14b, as named: rho=0.9"], *folder(40), "--known", "wan2.2-a14b")
     refuse_run(2, ["there is no \"sora\"", "wan2.1-t2v-14b", "hunyuanvideo-13b"], "--known", "sora")

@@ -155,6 +155,23 @@ def check_states():
         refuses(TypeError, "make a new one", lambda: pickle.dumps(handle))
 
 
+def check_models():
+    """model_fit gives the library's row and its sentence."""
+    fit = _functions.model_fit
+    row, why = fit("wan", layers=40, heads=40, dim=128, rope=(44, 42, 42))
+    assert row in scope_attn.models() and row.name == "wan2.1-t2v-14b" and why.startswith("wan2.1-t2v-14b: 40 layers x 40 heads"), why
+    assert fit("wan", layers=40, heads=40, from_image=True, experts=2)[0].name == "wan2.2-i2v-a14b"
+    assert fit(None, layers=50, heads=56, dim=128)[0].name == "minimax-h3" and fit("ltx-2")[0].rope == (0, 0, 0)
+    row, why = fit("wan", layers=2, heads=4)
+    assert (row.name, why) == ("wan2.1-t2v-14b", 'no known model of family "wan" has 2 layers x 4 heads; wan2.1-t2v-14b is the most alike')
+    assert fit("wan", layers=2, heads=4, nearest=False)[0] is None and fit("sora")[0] is None
+    refuses(ValueError, "experts: got 3", lambda: fit("wan", experts=3))
+    # A row without ranges names none: a method by RoPE's ranges is refused, any other partition runs.
+    shape = dict(batch=1, heads=56, q_tokens=64, k_tokens=64, dim=128, rope=fit("minimax-h3")[0].rope, model="minimax-h3")
+    refuses(ValueError, "partition: rope needs the channel counts", lambda: scope_attn.Plan(**shape))
+    assert scope_attn.Plan(**shape, partition="even:4").setting("dense_steps") == "0.2"
+
+
 def check_places():
     q, k, v = qkv(batch=1)
     stats = scope_attn.Stats()
@@ -294,6 +311,6 @@ def check_library():
 
 
 tried = check_examples()
-for check in (check_layouts, check_masks, check_lse, check_states, check_places, check_refusals, check_threads, check_fork, check_library):
+for check in (check_layouts, check_masks, check_lse, check_states, check_models, check_places, check_refusals, check_threads, check_fork, check_library):
     check()
 print(f"scope_attn over numpy: {tried} examples, layouts, masks, states, threads, forks and refusals")
