@@ -268,6 +268,7 @@ class StepsRun {
         video::SelfAttention attention(*engine_, one_layer, settings, grid_, 1);
         for (int i = 0; i < (settings.dense ? 1 : 2); ++i) {
           attention.run({0, variant.first_sparse, steps_}, 0, q, k, v, out, text);
+          attention.take_reports();
         }
       }
       progress_->step("warming up");
@@ -277,22 +278,29 @@ class StepsRun {
   PassTime time_pass(video::SelfAttention& attention, int64_t step, const std::string& name) {
     PassTime time;
     int64_t sparse = 0;
+    const auto take_reports = [&] {
+      for (const video::CallReport& call : attention.take_reports()) {
+        const CallStats& stats = call.stats;
+        if (stats.reason == Reason::sparse) {
+          time.attend += stats.attend;
+          time.selection += stats.total - stats.attend;
+          time.clusters += stats.group + stats.encode;
+          time.density += stats.density;
+          ++sparse;
+        } else {
+          time.dense_attention += stats.total;
+        }
+        progress_->step(name);
+      }
+    };
     engine_->time_linear(true);
     const double start = now_seconds();
     forward(step, [&](int64_t layer, video::Matrix q, video::Matrix k, video::Matrix v, video::Matrix out,
                       const video::TextTokens& text) {
-      const CallStats stats = attention.run({layer, step, steps_}, 0, q, k, v, out, text).stats;
-      if (stats.reason == Reason::sparse) {
-        time.attend += stats.attend;
-        time.selection += stats.total - stats.attend;
-        time.clusters += stats.group + stats.encode;
-        time.density += stats.density;
-        ++sparse;
-      } else {
-        time.dense_attention += stats.total;
-      }
-      progress_->step(name);
+      attention.run({layer, step, steps_}, 0, q, k, v, out, text);
+      if (context_.host()) take_reports();
     });
+    take_reports();  // of a device
     time.total = now_seconds() - start;
     engine_->time_linear(false);
     if (sparse > 0) time.density /= static_cast<double>(sparse);

@@ -248,8 +248,8 @@ TEST_F(Drawn, ALayersBytesAreCounted) {
     return SelfAttention::bytes(*engine_, parse_model_config(kWan), settings, kGrid, branches);
   };
   const Plan plan(*context_, settings, attention_shape(parse_model_config(kWan), kGrid, engine_->attention));
-  EXPECT_EQ(attention(1), plan.workspace_bytes + 3 * plan.state_bytes);
-  EXPECT_EQ(attention(2), plan.workspace_bytes + 6 * plan.state_bytes);
+  EXPECT_EQ(attention(1), plan.workspace_bytes + 3 * (plan.state_bytes + plan.report_bytes));
+  EXPECT_EQ(attention(2), plan.workspace_bytes + 6 * (plan.state_bytes + plan.report_bytes));
 }
 
 TEST(FirstLayers, OfEachFamily) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <set>
 
 #include "backends.h"
 #include "core/numeric.h"
@@ -176,6 +177,86 @@ TEST(VideoOnCpu, EveryLayerAndBranchHasItsOwnState) {
                      }()),
             1e-5);
 }
+
+// Six calls of self-attention on an engine: two steps' worth of places, whose reports are taken after each call or at once.
+struct ManyCalls {
+  explicit ManyCalls(Engine& on) : engine(on) {
+    config.layers = 3;
+    config.heads = 2;
+    config.head_dim = 24;
+    config.rope = {8, 8, 8};
+    settings = find_method("scope").settings();
+    settings.groups = settings.codes = 4;
+    settings.dense_layers = 0;
+    settings.dense_steps = 0;
+  }
+  std::vector<CallReport> run(bool at_once, float poison = 0) {
+    SelfAttention attention(engine, config, settings, {3, 4, 5}, 2);
+    std::vector<CallReport> all;
+    const auto take = [&] {
+      for (CallReport& report : attention.take_reports()) all.push_back(std::move(report));
+    };
+    outputs.clear();
+    for (int64_t layer = 0; layer < 3; ++layer) {
+      for (int64_t branch = 0; branch < 2; ++branch) {
+        const auto seed = static_cast<uint64_t>(10 * layer + branch);
+        std::vector<float> q = make_noise(seed, 60 * 48);
+        if (layer == 1 && branch == 1) q[7] += poison;
+        const Buffer memory[] = {fill(q), fill(make_noise(seed + 100, 60 * 48)), fill(make_noise(seed + 200, 60 * 48))};
+        const auto matrix = [&](int i) { return Matrix{memory[i].get(), engine.attention, 60, 48}; };
+        attention.run({layer, 1, 4}, branch, matrix(0), matrix(1), matrix(2), matrix(0), {});
+        std::vector<std::byte> out(static_cast<size_t>(60 * 48 * dtype_bytes(engine.attention)));
+        if (poison == 0) engine.download(memory[0].get(), out.data(), std::ssize(out));
+        outputs.push_back(out);
+        held.insert(held.end(), std::begin(memory), std::end(memory));
+        if (!at_once) take();
+      }
+    }
+    take();
+    return all;
+  }
+  void expect_alike() {
+    const std::vector<CallReport> one_by_one = run(false);
+    const auto first = outputs;
+    const std::vector<CallReport> at_once = run(true);
+    EXPECT_EQ(first, outputs);
+    ASSERT_EQ(at_once.size(), 6u);
+    std::set<double> totals;
+    for (size_t i = 0; i < 6; ++i) {
+      const CallReport &a = one_by_one[i], &b = at_once[i];
+      EXPECT_EQ(std::tie(b.step, b.layer, b.branch),
+                std::tuple(1, static_cast<int64_t>(i) / 2, static_cast<int64_t>(i) % 2));
+      EXPECT_EQ(std::tie(a.stats.reason, a.stats.density, a.stats.total_density, a.stats.iterations),
+                std::tie(b.stats.reason, b.stats.density, b.stats.total_density, b.stats.iterations));
+      ASSERT_EQ(b.heads.size(), 2u);
+      for (size_t h = 0; h < 2; ++h) {
+        EXPECT_EQ(std::tie(a.heads[h].density, a.heads[h].head_budget),
+                  std::tie(b.heads[h].density, b.heads[h].head_budget));
+      }
+      // Each has its own times, though all were read after the last.
+      EXPECT_GT(b.stats.attend, 0);
+      EXPECT_GT(b.stats.total, b.stats.attend);
+      totals.insert(b.stats.total);
+    }
+    EXPECT_GT(totals.size(), 1u);
+    EXPECT_NE(at_once[0].stats.density, at_once[1].stats.density);
+  }
+
+  Engine& engine;
+  ModelConfig config;
+  Settings settings;
+  std::vector<std::vector<std::byte>> outputs;
+  std::vector<Buffer> held;  // until the engine is done with them
+
+ private:
+  Buffer fill(const std::vector<float>& values) {
+    const Buffer floats = uploaded(engine, values);
+    Buffer memory = engine.allocate(60 * 48 * dtype_bytes(engine.attention));
+    engine.convert({floats.get(), DType::f32, 60, 48}, {memory.get(), engine.attention, 60, 48});
+    engine.wait();
+    return memory;
+  }
+};
 
 // The branches of guidance go on from one state under the methods that say so, and each from its own under the others.
 TEST(VideoOnCpu, BranchesShareStatesAsTheirMethodSays) {
@@ -642,6 +723,24 @@ TEST(VideoOnCpu, FramesAndTheFirstFrameAreInverse) {
       Status::shape, "got 10 x 8 pixels, this grid needs 12 x 8");
 }
 
+TEST(VideoOnCpu, ReportsOfManyCallsAreThoseOfEach) {
+  const Context context(1);
+  const auto engine = make_cpu_engine(context, DType::f32);
+  ManyCalls calls(*engine);
+  calls.expect_alike();
+  expect_refusal([&] { calls.run(true, NAN); }, Status::non_finite, "step 1, layer 1, negative prompt: q: NaN");
+  // A report has room until it is taken.
+  SelfAttention attention(*engine, calls.config, calls.settings, {3, 4, 5}, 1);
+  const Buffer memory = uploaded(*engine, make_noise(1, 60 * 48)), out = engine->allocate(60 * 48 * 4);
+  const Matrix x{memory.get(), DType::f32, 60, 48}, to{out.get(), DType::f32, 60, 48};
+  const auto run = [&] { attention.run({0, 1, 4}, 0, x, x, x, to, {}); };
+  for (int i = 0; i < 3; ++i) run();
+  expect_refusal(run, Status::internal, "the reports of 3 calls were not taken");
+  EXPECT_EQ(attention.take_reports().size(), 3u);
+  run();
+  EXPECT_EQ(attention.take_reports().size(), 1u);
+}
+
 // On a GPU: the same samples as the CPU's f32 to bf16's rounding, which the CPU's own bf16 measures.
 class VideoOnDevice : public testing::Test {
  protected:
@@ -727,6 +826,14 @@ TEST_F(VideoOnDevice, SamplesOfTheCpu) {
     }
     fs::remove_all(folder);
   }
+}
+
+TEST_F(VideoOnDevice, ReportsOfManyCallsAreThoseOfEach) {
+  const Context gpu(ContextOptions{.backend = "cuda"});
+  const auto engine = make_cuda_engine(gpu);
+  ManyCalls calls(*engine);
+  calls.expect_alike();
+  expect_refusal([&] { calls.run(true, NAN); }, Status::non_finite, "step 1, layer 1, negative prompt: q or k: a row");
 }
 
 TEST_F(VideoOnDevice, BundledExampleIsReproduced) {

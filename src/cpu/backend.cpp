@@ -16,10 +16,12 @@ namespace scope {
 
 namespace cpu {
 
-// Wall time of the last call, by moment.
-class Clock {
+namespace {
+
+// Wall time, by moment.
+class WallClock final : public Clock {
  public:
-  void mark(const Exec& exec, Moment moment) {
+  void mark(const Exec& exec, Moment moment) override {
     const auto now = std::chrono::steady_clock::now();
     if (moment == Moment::check) {  // every call begins with it, even after one that failed midway
       std::fill_n(seconds_, kMoments, 0.0);
@@ -31,7 +33,7 @@ class Clock {
     since_ = now;
   }
 
-  bool times(const Exec& exec, double* seconds) const {
+  bool times(const Exec& exec, double* seconds) const override {
     std::copy_n(seconds_, kMoments, seconds);
     return call_ != nullptr && call_ == exec.call && moment_ == Moment::end;
   }
@@ -42,8 +44,6 @@ class Clock {
   std::chrono::steady_clock::time_point since_;
   double seconds_[kMoments] = {};
 };
-
-namespace {
 
 constexpr int64_t kMostTokens = (int64_t{1} << 31) - 64;  // token positions are 32-bit in the selection format
 constexpr std::align_val_t kAlignment{Arena::kAlignment};
@@ -61,7 +61,7 @@ Machine open(const ContextOptions& options, ThreadPool& pool) {
       std::find_if(sets.begin(), sets.end(), [&](const auto& each) { return wanted == "auto" || wanted == each.name; });
   require(set != sets.end(), Status::unsupported, "instruction_set: got \"{}\", this machine has auto, {}", wanted,
           set_names());
-  const auto clock = std::make_shared<Clock>();
+  const auto clock = std::make_shared<WallClock>();
   Machine machine{.exec = {}, .name = set->name, .device = "", .parts = clock};
   machine.exec.pool = &pool;
   machine.exec.kernels = set->kernels;
@@ -70,7 +70,7 @@ Machine open(const ContextOptions& options, ThreadPool& pool) {
     machine.exec.attend_kernels_bf16 = bf16_dot_kernels();
     machine.exec.byte_kernels = byte_kernels();
   }
-  machine.exec.wall = clock.get();
+  machine.exec.clock = clock.get();
   return machine;
 }
 
@@ -102,10 +102,7 @@ int enter(const Exec&) { return 0; }
 void leave(int) {}
 bool capturing(const Exec&) { return false; }
 
-void mark(const Exec& exec, Moment moment) {
-  if (exec.call != nullptr) exec.wall->mark(exec, moment);
-}
-bool times(const Exec& exec, double* seconds) { return exec.wall->times(exec, seconds); }
+std::shared_ptr<Clock> make_clock() { return std::make_shared<WallClock>(); }
 
 void check_finite(const Exec& exec, const char* name, const TensorView& x, const int64_t* lengths, const uint32_t* valid) {
   std::atomic<int64_t> bad{-1};
@@ -196,8 +193,7 @@ constexpr Backend kCpu = {
     .enter = enter,
     .leave = leave,
     .capturing = capturing,
-    .mark = mark,
-    .times = times,
+    .make_clock = make_clock,
     .check_finite = check_finite,
     .read = read,
     .write = write,

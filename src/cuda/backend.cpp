@@ -26,12 +26,12 @@ bool capturing(const Exec& exec) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-}  // namespace
-
-// Events at the moments of the last call.
-class Clock {
+// Events at the moments. A call makes those that are not there yet.
+class EventClock final : public Clock {
  public:
-  explicit Clock(int device) {
+  EventClock() = default;
+  // All of them at once, so that no call makes one.
+  explicit EventClock(int device) {
     int previous = 0;
     check(cudaGetDevice(&previous), "cudaGetDevice");
     check(cudaSetDevice(device), "cudaSetDevice");
@@ -44,11 +44,9 @@ class Clock {
     destroy();
     check(error, "cudaEventCreate");
   }
-  ~Clock() { destroy(); }
-  Clock(const Clock&) = delete;
-  Clock& operator=(const Clock&) = delete;
+  ~EventClock() override { destroy(); }
 
-  void mark(const Exec& exec, Moment moment) {
+  void mark(const Exec& exec, Moment moment) override {
     if (moment == Moment::check) {  // every call begins with it, even after one that failed midway
       used_ = 0;
       call_ = exec.call;
@@ -56,11 +54,15 @@ class Clock {
     }
     if (used_ == kMost) on_ = false;  // more chunks than events: no times rather than wrong ones
     if (!on_) return;
+    if (used_ == made_) {
+      check(cudaEventCreate(&events_[made_]), "cudaEventCreate");
+      ++made_;
+    }
     check(cudaEventRecord(events_[used_], stream(exec)), "cudaEventRecord");
     moments_[used_++] = moment;
   }
 
-  bool times(const Exec& exec, double* seconds) const {
+  bool times(const Exec& exec, double* seconds) const override {
     std::fill_n(seconds, kMoments, 0.0);
     if (!on_ || used_ < 2 || call_ != exec.call) return false;
     for (int i = 0; i + 1 < used_; ++i) {
@@ -84,13 +86,11 @@ class Clock {
   bool on_ = false;
 };
 
-namespace {
-
 // What a context on a GPU keeps alive.
 struct Parts {
   explicit Parts(const Device& found) : device(found), clock(found.index) {}
   Device device;
-  Clock clock;
+  EventClock clock;
 };
 
 Machine open(const ContextOptions& options, ThreadPool& pool) {
@@ -181,11 +181,7 @@ int enter(const Exec& exec) {
   return previous;
 }
 
-void mark(const Exec& exec, Moment moment) {
-  if (exec.call != nullptr) exec.clock->mark(exec, moment);
-}
-
-bool times(const Exec& exec, double* seconds) { return exec.call != nullptr && exec.clock->times(exec, seconds); }
+std::shared_ptr<Clock> make_clock() { return std::make_shared<EventClock>(); }
 
 void read(const Exec& exec, const void* from, void* host, int64_t bytes) {
   check(cudaMemcpyAsync(host, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream(exec)), "read");
@@ -257,8 +253,7 @@ constexpr Backend kCuda = {
     .enter = enter,
     .leave = leave,
     .capturing = capturing,
-    .mark = mark,
-    .times = times,
+    .make_clock = make_clock,
     .check_finite = nullptr,
     .read = read,
     .write = write,

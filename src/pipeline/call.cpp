@@ -26,6 +26,7 @@ Frame make_frame(const Plan& plan, const CallArgs& args) {
               .scale = args.scale > 0 ? args.scale : 1.0f / std::sqrt(static_cast<float>(plan.shape.dim))};
   frame.exec.stream = args.stream;
   frame.exec.call = args.stats == nullptr ? nullptr : args.workspace;
+  if (args.clock != nullptr) frame.exec.clock = args.clock;
   void* report = args.report != nullptr ? args.report : frame.at.report;
   frame.status = ReportLayout::status(report);
   frame.report = ReportLayout::heads(report);

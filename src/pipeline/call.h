@@ -52,6 +52,7 @@ struct CallArgs {
   SelectionOut selection;
   CallStats* stats = nullptr;
   HeadStats* head_stats = nullptr;  // [batch, heads]
+  Clock* clock = nullptr;           // of this call alone, until read_stats; null: the context's, until the next call
 };
 
 // Throws before anything is written when an argument is wrong. On a device every tensor, the state, the workspace, lse, the

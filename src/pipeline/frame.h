@@ -17,7 +17,9 @@ struct Frame {
   float scale;
 
   // From here on, time belongs to `moment`.
-  void mark(Moment moment) const { backend.mark(exec, moment); }
+  void mark(Moment moment) const {
+    if (exec.call != nullptr) exec.clock->mark(exec, moment);
+  }
   // The CPU walks the lists; a device need not read one that says 0, 1, 2, ….
   const int32_t* q_rows(const Sample& s) const { return !backend.can.host && s.prefix_q ? nullptr : at.q_rows; }
   const int32_t* k_rows(const Sample& s) const { return !backend.can.host && s.prefix_k ? nullptr : at.k_rows; }

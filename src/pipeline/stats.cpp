@@ -67,7 +67,7 @@ void finish_stats(const Plan& plan, const Exec& exec, const CallArgs& args, cons
     report = copy.data();
   }
   double seconds[kMoments] = {};
-  if (stats != nullptr && plan.backend->times(exec, seconds)) set_times(seconds, *stats);
+  if (stats != nullptr && exec.call != nullptr && exec.clock->times(exec, seconds)) set_times(seconds, *stats);
   read_report(plan, report, stats, args.head_stats);
 }
 

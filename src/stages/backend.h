@@ -9,6 +9,7 @@
 
 #include "stages/attend.h"
 #include "stages/bookkeeping.h"
+#include "stages/clock.h"
 #include "stages/cocluster.h"
 #include "stages/compensate.h"
 #include "stages/encode.h"
@@ -128,11 +129,10 @@ struct Backend {
                   int64_t to_step, int64_t heads);
 
   // Around a call.
-  int (*enter)(const Exec&);          // makes the device current and returns the one that was; throws if it is lost
-  void (*leave)(int previous);        // noexcept
-  bool (*capturing)(const Exec&);     // the stream records a graph: nothing runs now
-  void (*mark)(const Exec&, Moment);  // from here on, time belongs to `moment`
-  bool (*times)(const Exec&, double* seconds);  // [kMoments] of the last call, after `read`; false: not recorded
+  int (*enter)(const Exec&);               // makes the device current and returns the one that was; throws if it is lost
+  void (*leave)(int previous);             // noexcept
+  bool (*capturing)(const Exec&);          // the stream records a graph: nothing runs now
+  std::shared_ptr<Clock> (*make_clock)();  // beside the context's, for a call whose times are read after others ran
   // Refuses NaN, Inf and magnitudes over 1e18 in [batch, heads, tokens, dim] by name before anything is written; null on a
   // device, which flags them in the call's status instead. valid: [batch, mask_words(tokens)] bits; null: all.
   void (*check_finite)(const Exec&, const char* name, const TensorView& x, const int64_t* lengths, const uint32_t* valid);

@@ -112,8 +112,4 @@ struct StateSlot {
 inline constexpr uint32_t kNotFinite = 1;       // q or k held NaN or Inf among the tokens that take part
 inline constexpr uint32_t kStateNotFilled = 2;  // a warm call found a state that no first call of its shape has filled
 
-// Whose time a moment of a call belongs to.
-enum class Moment : int { check, group, encode, score, select, attend, other, end };
-inline constexpr int kMoments = 8;
-
 }  // namespace scope

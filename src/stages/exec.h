@@ -9,15 +9,14 @@ namespace cpu {
 struct Kernels;
 struct AttendKernels;
 struct ByteKernels;
-class Clock;
 }  // namespace cpu
 
 namespace cuda {
 struct Device;
-class Clock;
 }  // namespace cuda
 
 enum class Products : int;  // stages/attend.h
+class Clock;                // stages/clock.h
 
 struct Exec {
   ThreadPool* pool = nullptr;
@@ -28,16 +27,15 @@ struct Exec {
   const cpu::AttendKernels* attend_kernels_bf16 = nullptr;  // bf16 dot products, for bf16 inputs; null: use f32's
   const cpu::ByteKernels* byte_kernels = nullptr;           // 8-bit products of bf16 inputs; null: there are none
   int64_t proxy_floats = 8 << 20;  // of a head's proxy matrix that are held at a time, or one row on each thread
-  cpu::Clock* wall = nullptr;      // sums up how long each stage takes
 
   // CUDA's.
   const cuda::Device* device = nullptr;
-  cuda::Clock* clock = nullptr;  // records when each stage begins
-  bool wgmma = false;            // attend, K-means and the mean with sm_90a kernels; false: portable ones
+  bool wgmma = false;  // attend, K-means and the mean with sm_90a kernels; false: portable ones
 
   // Of one call.
   void* stream = nullptr;      // a device's queue; everything is launched on it, and nothing waits for it
-  const void* call = nullptr;  // whose times `mark` records: the call's workspace; null: no times are wanted
+  const void* call = nullptr;  // whose times the clock records: the call's workspace; null: no times are wanted
+  Clock* clock = nullptr;      // the context's, or the call's own
 };
 
 // Memory a stage may scribble on during one call.

@@ -132,6 +132,12 @@ Sample generate(const OpenModel& open, const Request& request) {
   const auto seconds_now = [&start, before = sample.seconds] {
     return before + std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   };
+  const auto take_reports = [&] {
+    for (CallReport& report : attention.take_reports()) {
+      sample.calls.push_back(std::move(report));
+      if (request.done) request.done(sample.calls.back());
+    }
+  };
   for (int64_t step = first_step; step < request.steps; ++step) {
     const int64_t expert = expert_at(step);
     if (step > first_step && expert != expert_at(step - 1)) {
@@ -149,8 +155,8 @@ Sample generate(const OpenModel& open, const Request& request) {
         if (request.wanted && request.wanted(step, layer, branch)) {
           request.watch(step, layer, branch, q.dtype, fetch(q, text), fetch(k, text), fetch(v, text));
         }
-        sample.calls.push_back(attention.run({layer, step, request.steps}, branch, q, k, v, out, text));
-        if (request.done) request.done(sample.calls.back());
+        attention.run({layer, step, request.steps}, branch, q, k, v, out, text);
+        if (engine.context.host()) take_reports();
       };
       pass->forward(step, branch, floats(latent), floats(condition), attend,
                     floats(velocities[static_cast<size_t>(branch)]));
@@ -158,6 +164,7 @@ Sample generate(const OpenModel& open, const Request& request) {
     stepper.step(step, floats(velocities[0]), branches_of(expert) == 1 ? nullptr : floats(velocities[1]),
                  guidance_of(request, expert), floats(latent));
     restore_first_frame();
+    take_reports();  // of a device, which worked on without us
     const int64_t done = step + 1;
     if (request.snapshot_every == 0 || done % request.snapshot_every != 0 || done == request.steps) continue;
     request.snapshot({done, fetch_latent(), stepper.save(), attention.save(), sample.calls, seconds_now()});

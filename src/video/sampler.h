@@ -31,7 +31,7 @@ struct Request {
   std::vector<float> condition;                      // [condition_channels, T, H, W]
   std::vector<float> first_frame;                    // [latent_channels, 1, H, W] of the sample; empty: it is made too
   Prompt prompt, negative;                           // the second is read when a guidance is not 1
-  std::function<void(const CallReport&)> done = {};  // after each self-attention
+  std::function<void(const CallReport&)> done = {};  // of each self-attention; a device's after its step
   // Before each self-attention, what goes in: [tokens, heads x head_dim] on the host in `dtype`, without padding; null:
   // not wanted.
   std::function<bool(int64_t step, int64_t layer, int64_t branch)> wanted = {};

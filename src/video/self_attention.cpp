@@ -2,6 +2,7 @@
 #include "video/self_attention.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/numeric.h"
 #include "methods/methods.h"
@@ -12,6 +13,17 @@ namespace {
 
 int64_t branches_with_states(const Settings& settings, int64_t branches) {
   return settings.method->shares_branches ? 1 : branches;
+}
+
+// An error of a call says which one it was.
+template <class Body>
+void name_place(const CallReport& call, Body body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    fail(error.status(), "step {}, layer {}{}: {}", call.step, call.layer, call.branch == 0 ? "" : ", negative prompt",
+         error.what());
+  }
 }
 
 }  // namespace
@@ -33,7 +45,9 @@ SelfAttention::SelfAttention(Engine& engine, const ModelConfig& config, const Se
       config_(config),
       plan_(engine.context, settings, attention_shape(config, grid, engine.attention)),
       workspace_(engine.allocate(plan_.workspace_bytes)),
-      branches_(branches_with_states(settings, branches)) {
+      branches_(branches_with_states(settings, branches)),
+      reports_(engine.allocate(plan_.report_bytes * config.layers * branches)) {
+  for (int64_t i = 0; i < config.layers * branches; ++i) clocks_.push_back(plan_.backend->make_clock());
   for (int64_t i = 0; i < config.layers * branches_ && plan_.state_bytes > 0; ++i) {
     state_memory_.push_back(engine.allocate(plan_.state_bytes));
   }
@@ -43,7 +57,8 @@ SelfAttention::SelfAttention(Engine& engine, const ModelConfig& config, const Se
 int64_t SelfAttention::bytes(const Engine& engine, const ModelConfig& config, const Settings& settings,
                              const std::array<int64_t, 3>& grid, int64_t branches) {
   const Plan plan(engine.context, settings, attention_shape(config, grid, engine.attention));
-  return plan.workspace_bytes + plan.state_bytes * config.layers * branches_with_states(settings, branches);
+  return plan.workspace_bytes + plan.report_bytes * config.layers * branches +
+         plan.state_bytes * config.layers * branches_with_states(settings, branches);
 }
 
 void SelfAttention::forget() {
@@ -65,11 +80,23 @@ void SelfAttention::load(const std::vector<std::vector<std::byte>>& saved) {
   for (size_t i = 0; i < saved.size(); ++i) states_[i].load(engine_.stream, saved[i]);
 }
 
-CallReport SelfAttention::run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out,
-                              const TextTokens& text) {
-  CallReport report{place.step, place.layer, branch, {}, std::vector<HeadStats>(static_cast<size_t>(config_.heads))};
-  const auto slot = static_cast<size_t>(place.layer * branches_ + std::min(branch, branches_ - 1));
+CallArgs SelfAttention::args_of(CallReport& report, size_t slot) const {
   CallArgs args;
+  args.stream = engine_.stream;
+  args.workspace = workspace_.get();
+  args.workspace_bytes = plan_.workspace_bytes;
+  args.report = static_cast<std::byte*>(reports_.get()) + static_cast<int64_t>(slot) * plan_.report_bytes;
+  args.clock = clocks_[slot].get();
+  args.stats = &report.stats;
+  return args;
+}
+
+void SelfAttention::run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out,
+                        const TextTokens& text) {
+  const size_t slot = queued_.size();
+  require(slot < clocks_.size(), Status::internal, "self-attention: the reports of {} calls were not taken", slot);
+  CallReport report{place.step, place.layer, branch, {}, {}};
+  CallArgs args = args_of(report, slot);
   args.q = view(q);
   args.k = view(k);
   args.v = view(v);
@@ -81,18 +108,21 @@ CallReport SelfAttention::run(const Place& place, int64_t branch, Matrix q, Matr
   if (text.count > 0) args.keep = args.dense_queries = text_bits.data();
   if (text.padding > 0) args.q_lengths = args.k_lengths = &valid;
   args.place = place;
-  args.state = states_.empty() ? nullptr : &states_[slot];
-  args.stream = engine_.stream;
-  args.workspace = workspace_.get();
-  args.workspace_bytes = plan_.workspace_bytes;
-  args.stats = &report.stats;
-  const bool host = plan_.context.host();
-  if (host) args.head_stats = report.heads.data();
-  call(plan_, args);
-  if (host) return report;
-  args.head_stats = report.heads.data();
-  read_stats(plan_, args);
-  return report;
+  const auto state = static_cast<size_t>(place.layer * branches_ + std::min(branch, branches_ - 1));
+  args.state = states_.empty() ? nullptr : &states_[state];
+  name_place(report, [&] { call(plan_, args); });
+  queued_.push_back(std::move(report));
+}
+
+std::vector<CallReport> SelfAttention::take_reports() {
+  std::vector<CallReport> reports = std::exchange(queued_, {});
+  for (size_t i = 0; i < reports.size(); ++i) {  // the first waits for all of them
+    reports[i].heads.resize(static_cast<size_t>(config_.heads));
+    CallArgs args = args_of(reports[i], i);
+    args.head_stats = reports[i].heads.data();
+    name_place(reports[i], [&] { read_stats(plan_, args); });
+  }
+  return reports;
 }
 
 TensorView SelfAttention::view(Matrix x) const {

@@ -16,7 +16,8 @@ struct CallReport {
 // What every self-attention of a model is planned for.
 Shape attention_shape(const ModelConfig& config, const std::array<int64_t, 3>& grid, DType dtype);
 
-// Neither branch warms the other, but where the method shares them.
+// Neither branch warms the other, but where the method shares them. On a device a call is only queued: nobody waits before
+// the reports are read.
 class SelfAttention {
  public:
   SelfAttention(Engine& engine, const ModelConfig& config, const Settings& settings, const std::array<int64_t, 3>& grid,
@@ -29,11 +30,15 @@ class SelfAttention {
   std::vector<std::vector<std::byte>> save() const;
   void load(const std::vector<std::vector<std::byte>>& saved);
 
-  // q, k, v and out as in Attend. Waits for the call.
-  CallReport run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text);
+  // q, k, v and out as in Attend. At most every layer and branch once before the reports are taken.
+  void run(const Place& place, int64_t branch, Matrix q, Matrix k, Matrix v, Matrix out, const TextTokens& text);
+  // Of the calls since the last taking, in order; waits for them. Throws what only the device found, with the call's place.
+  std::vector<CallReport> take_reports();
 
  private:
   TensorView view(Matrix x) const;
+  // Where a call's statistics go, and what it shares with all others.
+  CallArgs args_of(CallReport& report, size_t slot) const;
 
   Engine& engine_;
   const ModelConfig& config_;
@@ -42,6 +47,9 @@ class SelfAttention {
   int64_t branches_;  // that have states of their own
   std::vector<Buffer> state_memory_;
   std::vector<State> states_;
+  std::vector<CallReport> queued_;              // of calls whose reports were not read yet
+  std::vector<std::shared_ptr<Clock>> clocks_;  // of the call in each place of queued_
+  Buffer reports_;                              // [layers x branches, report_bytes]
 };
 
 }  // namespace scope::video
