@@ -135,6 +135,11 @@ struct OwnState {
     state.save(nullptr, bytes.data());
     return bytes;
   }
+  // Of one of its arrays.
+  void* first(const Plan& plan, StateLayout::Row row) const {
+    const StateLayout layout(plan);
+    return layout.head(layout[row], state.memory(), 0, 0);
+  }
   Lent<std::byte> memory;
   State state;
 };

@@ -58,7 +58,7 @@ TEST(Call, TheExactProxyTakesCentroidsOfTheInputsType) {
       };
       EXPECT_EQ(of_type(result.centroids), dtype == DType::f32 || std::string(proxy) == "exact") << dtype_name(dtype);
       std::vector<float> saved(result.centroids.size());
-      plan.backend->read(plan.exec, StateView(plan, own.state.memory(), 0).centroids, saved.data(), std::ssize(saved) * 4);
+      plan.backend->read(plan.exec, own.first(plan, StateLayout::centroids), saved.data(), std::ssize(saved) * 4);
       EXPECT_EQ(of_type(saved), dtype == DType::f32) << dtype_name(dtype);
     }
   }
@@ -430,16 +430,16 @@ TEST(State, HoldsNothingButCentroids) {
   const Inputs in(1, 2, 400, 400, 64, 58);
   const Plan plan(context, method("scope", {{"partition", "even:3"}, {"groups", "300"}, {"codes", "300"}}), in.shape());
   OwnState own(plan);
-  const std::vector<float> sevens(static_cast<size_t>(plan.state_bytes - StateLayout(plan).centroids) / 4, 7.0f);
-  const StateView view(plan, own.state.memory(), 0);
-  plan.backend->write(plan.exec, sevens.data(), view.centroids, std::ssize(sevens) * 4);
+  const std::vector<float> sevens(static_cast<size_t>(plan.state_bytes - StateLayout(plan)[StateLayout::centroids].at) / 4,
+                                  7.0f);
+  plan.backend->write(plan.exec, sevens.data(), own.first(plan, StateLayout::centroids), std::ssize(sevens) * 4);
   Extra extra;
   extra.state = &own.state;
   extra.q_lengths = extra.k_lengths = {120};
   run(plan, in, extra);
   std::vector<float> centroids(300 * 64), codebooks(300 * 64);
-  plan.backend->read(plan.exec, view.centroids, centroids.data(), std::ssize(centroids) * 4);
-  plan.backend->read(plan.exec, view.codebooks, codebooks.data(), std::ssize(codebooks) * 4);
+  plan.backend->read(plan.exec, own.first(plan, StateLayout::centroids), centroids.data(), std::ssize(centroids) * 4);
+  plan.backend->read(plan.exec, own.first(plan, StateLayout::codebooks), codebooks.data(), std::ssize(codebooks) * 4);
   for (size_t i = 120 * 64; i < 300 * 64; ++i) {
     ASSERT_EQ(centroids[i], 7.0f) << i;
     ASSERT_EQ(codebooks[i], 7.0f) << i;
@@ -505,7 +505,7 @@ TEST(State, RefusesASlotThatTheHostDoesNotKnow) {
       for (const StateSlot& broken : {groups, codes, tokens}) {
         SCOPED_TRACE(
             fmt::format("sample {}: {} groups, {} codes, tokens {:x}", sample, broken.groups, broken.codes, broken.tokens));
-        plan.backend->write(plan.exec, &broken, StateView(plan, own.state.memory(), sample).slot, sizeof broken);
+        plan.backend->write(plan.exec, &broken, StateLayout(plan).slot(own.state.memory(), sample), sizeof broken);
         EXPECT_EQ(status_of([&] { run(plan, in, extra); }), Status::invalid_argument);
         own.state.load(nullptr, saved);
       }
@@ -533,8 +533,9 @@ TEST(State, RefusesAbsurdCentroids) {
       std::copy(from, from + each, bytes.begin() + at);
       return status_of([&] { own.state.load(nullptr, bytes); });
     };
-    for (const int64_t at : {layout.centroids, layout.centroids + (rows * 40 - 1) * each, layout.codebooks,
-                             layout.codebooks + (codes * 40 - 1) * each}) {
+    const int64_t centroids = layout[StateLayout::centroids].at, codebooks = layout[StateLayout::codebooks].at;
+    for (const int64_t at :
+         {centroids, centroids + (rows * 40 - 1) * each, codebooks, codebooks + (codes * 40 - 1) * each}) {
       for (const float value : {kNan, std::numeric_limits<float>::infinity(), -2e18f}) {
         EXPECT_EQ(load(at, value), Status::format) << type << " " << at << " " << value;
         EXPECT_EQ(own.save(), saved);
@@ -550,14 +551,14 @@ TEST(State, RefusesAbsurdCentroids) {
   extra.state = &any.state;
   run(unchecked, in, extra);
   std::vector<std::byte> odd = any.save();
-  std::fill_n(odd.begin() + StateLayout(unchecked).centroids, 4, std::byte{0xff});
+  std::fill_n(odd.begin() + StateLayout(unchecked)[StateLayout::centroids].at, 4, std::byte{0xff});
   any.state.load(nullptr, odd);
   EXPECT_EQ(any.save(), odd);
   // Nothing has filled it, so nothing is read.
   const Plan plan(context, method("scope", {{"partition", "even:2"}}), in.shape());
   OwnState own(plan);
   std::vector<std::byte> empty = own.save();
-  std::fill(empty.begin() + StateLayout(plan).centroids, empty.end(), std::byte{0xff});
+  std::fill(empty.begin() + StateLayout(plan)[StateLayout::centroids].at, empty.end(), std::byte{0xff});
   own.state.load(nullptr, empty);
   EXPECT_FALSE(own.state.filled());
 }

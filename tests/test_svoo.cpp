@@ -204,7 +204,8 @@ void expect_not_reused(const char* name) {
   EXPECT_TRUE(clusters_again(other));
   const StateLayout layout(plan);
   for (const int32_t label : {-2, 30, INT32_MAX, INT32_MIN}) {
-    for (const int64_t at : {layout.codes + 4 * (140 + 5), layout.labels + 4 * (120 + 5)}) {
+    for (const int64_t at :
+         {layout[StateLayout::codes].at + 4 * (140 + 5), layout[StateLayout::labels].at + 4 * (120 + 5)}) {
       std::vector<std::byte> broken = saved;
       std::memcpy(broken.data() + at, &label, sizeof label);
       EXPECT_EQ(status_of([&] { own.state.load(nullptr, broken); }), Status::format) << label;

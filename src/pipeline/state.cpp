@@ -23,13 +23,25 @@ float most_magnitude(const Plan& plan) {
   return kSlack * (plan.shape.dtype == DType::f16 ? f16_to_f32(0x7bff) : kMostMagnitude);
 }
 
-// FNV-1a over the channel sets: two partitions of one size must not share a state. Labels are those of so many tokens.
-uint64_t hash(const Plan& plan) {
+// What a state of this plan holds: a row for each array, in the order of its memory and of StateLayout::Row.
+std::array<StateArray, StateLayout::count> table(const Plan& plan) {
+  const bool reuses = plan.reuses();
+  const int64_t dim = plan.shape.dim, q = reuses ? plan.shape.q_tokens : 0, k = reuses ? plan.shape.k_tokens : 0;
+  return std::to_array<StateArray>({
+      {"centroids", plan.groups, dim, &StateSlot::groups, &Workspace::centroids},
+      {"codebooks", plan.codes, dim, &StateSlot::codes, &Workspace::codebooks},  // subspace after subspace
+      {"labels", 1, q, &StateSlot::groups, nullptr, reuses},  // by token, like the next
+      {"codes", plan.subspaces(), k, &StateSlot::codes, nullptr, reuses},
+  });
+}
+
+// FNV-1a over what the header does not say: the sizes of some arrays, and the channel sets, since two partitions of one size
+// must not share a state.
+uint64_t hash(const Plan& plan, const StateLayout& layout) {
   uint64_t value = 14695981039346656037u;
   const auto mix = [&](uint32_t x) { value = (value ^ x) * 1099511628211u; };
-  if (plan.reuses()) {
-    mix(static_cast<uint32_t>(plan.shape.q_tokens));
-    mix(static_cast<uint32_t>(plan.shape.k_tokens));
+  for (const StateArray& array : layout.arrays) {
+    if (array.hashed) mix(static_cast<uint32_t>(array.columns));
   }
   for (const auto& set : plan.partition) {
     mix(~0u);
@@ -76,32 +88,34 @@ class Current {
 
 }  // namespace
 
-StateLayout::StateLayout(const Plan& plan) {
+StateLayout::StateLayout(const Plan& plan) : arrays(table(plan)) {
   const Shape& shape = plan.shape;
   header = {kMagic,      kVersion,    static_cast<uint32_t>(plan.settings.state_dtype),
             shape.batch, shape.heads, plan.groups,
-            plan.codes,  shape.dim,   hash(plan)};
-  const int64_t bytes_each = dtype_bytes(plan.settings.state_dtype);
+            plan.codes,  shape.dim,   hash(plan, *this)};
   const int64_t heads = checked_mul(shape.batch, shape.heads, "state heads");
-  const auto part = [&](int64_t at, int64_t size) {
-    return round_up(checked_add(at, size, "state bytes"), Arena::kAlignment);
-  };
-  slots = sizeof(StateHeader);
-  centroids = part(slots, checked_mul(shape.batch, sizeof(StateSlot), "state slots"));
-  codebooks = part(centroids, checked_mul(heads, plan.groups * shape.dim * bytes_each, "state centroids"));
-  labels = part(codebooks, checked_mul(heads, plan.codes * shape.dim * bytes_each, "state codebooks"));
-  const int64_t q = plan.reuses() ? shape.q_tokens : 0, k = plan.reuses() ? shape.k_tokens : 0;
-  codes = part(labels, checked_mul(heads, q * 4, "state labels"));
-  bytes = part(codes, checked_mul(heads, k * 4 * plan.subspaces(), "state codes"));
+  const auto add = [&](int64_t size) { bytes = round_up(checked_add(bytes, size, "state bytes"), Arena::kAlignment); };
+  slots = bytes = sizeof(StateHeader);
+  add(checked_mul(shape.batch, sizeof(StateSlot), "state slots"));
+  for (StateArray& array : arrays) {
+    array.at = bytes;
+    array.head_bytes = array.size() * (array.means() ? dtype_bytes(plan.settings.state_dtype) : 4);
+    add(checked_mul(heads, array.head_bytes, array.name));
+  }
+}
+
+StateSlot* StateLayout::slot(void* memory, int64_t sample) const {
+  return reinterpret_cast<StateSlot*>(static_cast<std::byte*>(memory) + slots) + sample;
+}
+
+void* StateLayout::head(const StateArray& array, void* memory, int64_t sample, int64_t head) const {
+  return static_cast<std::byte*>(memory) + array.at + (sample * header.heads + head) * array.head_bytes;
 }
 
 State::State(const Plan& plan, void* memory)
     : backend_(plan.backend),
       exec_(plan.exec),
       layout_(plan),
-      q_tokens_(plan.shape.q_tokens),
-      k_tokens_(plan.shape.k_tokens),
-      subspaces_(plan.subspaces()),
       most_(most_magnitude(plan)),
       memory_(memory),
       slots_(static_cast<size_t>(plan.shape.batch)),
@@ -110,10 +124,10 @@ State::State(const Plan& plan, void* memory)
   require(memory != nullptr, Status::invalid_argument, "state: got null, expected {} bytes", layout_.bytes);
   require(reinterpret_cast<uintptr_t>(memory) % 16 == 0, Status::alignment, "state: address {} is not a multiple of 16",
           memory);
-  std::vector<std::byte> start(static_cast<size_t>(layout_.centroids));
+  std::vector<std::byte> start(static_cast<size_t>(layout_.arrays.front().at));  // the header, and slots of 0
   std::memcpy(start.data(), &layout_.header, sizeof layout_.header);
   const Current current(*backend_, exec_);
-  backend_->write(exec_, start.data(), memory_, layout_.centroids);
+  backend_->write(exec_, start.data(), memory_, std::ssize(start));
 }
 
 bool State::filled() const {
@@ -135,7 +149,7 @@ void State::check(const Plan& plan) const {
   check_header(found, layout_.header);
   for (size_t b = 0; b < slots_.size(); ++b) {
     StateSlot slot{};
-    std::memcpy(&slot, static_cast<const std::byte*>(memory_) + layout_.slots + b * sizeof slot, sizeof slot);
+    std::memcpy(&slot, layout_.slot(memory_, static_cast<int64_t>(b)), sizeof slot);
     require(slots_[b].groups == 0 || slot == slots_[b], Status::invalid_argument,
             "state: sample {} was said to be filled, and no call of its shape has filled its memory", b);
   }
@@ -147,6 +161,25 @@ void State::save(void* stream, std::byte* to) const {
   const Current current(*backend_, exec);
   backend_->read(exec, memory_, to, layout_.bytes);
   std::memcpy(to + layout_.slots, slots_.data(), slots_.size() * sizeof(StateSlot));
+}
+
+void State::check_values(const StateArray& array, int64_t sample, int64_t head, const StateSlot& slot,
+                         const std::byte* values) const {
+  if (array.means() && most_ == kAny) return;
+  for (int64_t i = 0; i < array.filled(slot); ++i) {
+    if (array.means()) {
+      const float value = read_value(values, static_cast<DType>(layout_.header.dtype), i);
+      require(std::abs(value) <= most_, Status::format,
+              "state: the {} of sample {}, head {} hold {:g}, expected numbers of a magnitude up to {:g}", array.name,
+              sample, head, value, most_);
+    } else {
+      int32_t label = 0;
+      std::memcpy(&label, values + 4 * i, sizeof label);
+      require(label >= -1 && label < slot.*array.clusters, Status::format,
+              "state: {}[{}] of sample {}, head {} is {}, expected -1..{}", array.name, i, sample, head, label,
+              slot.*array.clusters - 1);
+    }
+  }
 }
 
 void State::load(void* stream, std::span<const std::byte> from) {
@@ -165,55 +198,18 @@ void State::load(void* stream, std::span<const std::byte> from) {
             "state: sample {} says {} groups and {} codes, expected at most {} and {}", b, slots[b].groups, slots[b].codes,
             layout_.header.groups, layout_.header.codes);
   }
-  // Means of rows are no larger than rows may be. Others would draw tokens to themselves, or none.
-  const auto check_means = [&](const char* name, int64_t at, int64_t rows, int32_t StateSlot::*used) {
-    const auto type = static_cast<DType>(layout_.header.dtype);
-    const int64_t heads = layout_.header.heads, dim = layout_.header.dim;
-    for (int64_t head = 0; head < layout_.header.batch * heads; ++head) {
-      const StateSlot& slot = slots[static_cast<size_t>(head / heads)];
-      const std::byte* first = from.data() + at + head * rows * dim * dtype_bytes(type);
-      for (int64_t i = 0; slot.groups > 0 && i < slot.*used * dim; ++i) {
-        const float value = read_value(first, type, i);
-        require(std::abs(value) <= most_, Status::format,
-                "state: the {} of sample {}, head {} hold {:g}, expected numbers of a magnitude up to {:g}", name,
-                head / heads, head % heads, value, most_);
-      }
+  const int64_t heads = layout_.header.heads;
+  for (const StateArray& array : layout_.arrays) {
+    for (int64_t i = 0; i < layout_.header.batch * heads; ++i) {
+      const StateSlot& slot = slots[static_cast<size_t>(i / heads)];
+      if (slot.groups > 0) check_values(array, i / heads, i % heads, slot, from.data() + array.at + i * array.head_bytes);
     }
-  };
-  if (most_ != kAny) {
-    check_means("centroids", layout_.centroids, layout_.header.groups, &StateSlot::groups);
-    check_means("codebooks", layout_.codebooks, layout_.header.codes, &StateSlot::codes);
   }
-  // Labels are indices from here on. `count` of each head, -1 and up.
-  const auto check_labels = [&](const char* name, int64_t at, int64_t count, int32_t StateSlot::*most) {
-    const int64_t per_sample = layout_.header.heads * count;
-    for (int64_t i = 0; i < layout_.header.batch * per_sample; ++i) {
-      int32_t label = 0;
-      std::memcpy(&label, from.data() + at + 4 * i, sizeof label);
-      const StateSlot& slot = slots[static_cast<size_t>(i / per_sample)];
-      require(slot.groups == 0 || (label >= -1 && label < slot.*most), Status::format, "state: {} {} is {}, expected -1..{}",
-              name, i, label, slot.*most - 1);
-    }
-  };
-  if (layout_.codes > layout_.labels) check_labels("label", layout_.labels, q_tokens_, &StateSlot::groups);
-  if (layout_.bytes > layout_.codes) check_labels("code", layout_.codes, subspaces_ * k_tokens_, &StateSlot::codes);
   Exec exec = exec_;
   exec.stream = stream;
   const Current current(*backend_, exec);
   backend_->write(exec, from.data(), memory_, layout_.bytes);
   slots_ = std::move(slots);
-}
-
-StateView::StateView(const Plan& plan, void* memory, int64_t sample) {
-  const StateLayout layout(plan);
-  auto* base = static_cast<std::byte*>(memory);
-  const int64_t each = dtype_bytes(plan.settings.state_dtype), first = sample * plan.shape.heads;
-  slot = reinterpret_cast<StateSlot*>(base + layout.slots) + sample;
-  centroids = base + layout.centroids + first * plan.groups * plan.shape.dim * each;
-  codebooks = base + layout.codebooks + first * plan.codes * plan.shape.dim * each;
-  labels = plan.reuses() ? reinterpret_cast<int32_t*>(base + layout.labels) + first * plan.shape.q_tokens : nullptr;
-  codes = plan.reuses() ? reinterpret_cast<int32_t*>(base + layout.codes) + first * plan.subspaces() * plan.shape.k_tokens
-                        : nullptr;
 }
 
 }  // namespace scope

@@ -2,6 +2,7 @@
 // knows of it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -10,26 +11,45 @@
 
 namespace scope {
 
-// Layout of the memory, all little-endian, offsets from its start:
-//   0                 StateHeader (64 bytes)
-//   slots             [batch] StateSlot: how many groups and codes are filled, 0 before the first call
-//   centroids         [batch, heads, groups, dim] in state_dtype
-//   codebooks         [batch, heads, codes * dim] in state_dtype, subspace after subspace
-//   labels, codes     [batch, heads, q_tokens] and [batch, heads, subspaces, k_tokens] i32 by token, -1: does not take part;
-//                     only where reuse_interval > 1
+// Layout of the memory, all little-endian:
+//   StateHeader (64 bytes)
+//   slots [batch] StateSlot: how many groups and codes are filled, 0 before the first call
+//   arrays [batch, heads, rows, columns], one after the other: the table in state.cpp
 // Every part starts at a multiple of 64. A saved state is this, with the slots as the host knows them.
 struct StateHeader {
   uint64_t magic;
   uint32_t version, dtype;
   int64_t batch, heads, groups, codes, dim;
-  uint64_t partition;  // hash of the channel sets, and of the token counts where there are labels
+  uint64_t partition;  // hash of the channel sets, and of the columns of arrays that are `hashed`
 };
 static_assert(sizeof(StateHeader) == 64);
 
+// An array that calls hand on, of each head: means of rows in state_dtype, or labels in i32, which are indices or -1.
+// Layout, load's checks and the moves between state and workspace follow from these fields.
+struct StateArray {
+  const char* name;
+  int64_t rows, columns;           // no columns: the plan keeps none of it
+  int32_t StateSlot::*clusters;    // of a sample: as many rows of means are filled, and labels are below it
+  float* Workspace::*here;         // where a call has the means; null: labels, which `warm` moves by token
+  bool hashed = false;             // the header does not say its columns
+  int64_t at = 0, head_bytes = 0;  // its first byte in the state, and from one head to the next
+
+  bool means() const { return here != nullptr; }
+  int64_t size() const { return rows * columns; }
+  int64_t filled(const StateSlot& slot) const { return means() ? slot.*clusters * columns : size(); }
+};
+
 struct StateLayout {
+  enum Row { centroids, codebooks, labels, codes, count };
+
   explicit StateLayout(const Plan& plan);
+  StateSlot* slot(void* memory, int64_t sample) const;
+  void* head(const StateArray& array, void* memory, int64_t sample, int64_t head) const;
+  const StateArray& operator[](Row row) const { return arrays[row]; }
+
+  std::array<StateArray, count> arrays;
   StateHeader header;
-  int64_t slots, centroids, codebooks, labels, codes, bytes;
+  int64_t slots, bytes;
 };
 
 class State {
@@ -60,23 +80,17 @@ class State {
   void load(void* stream, std::span<const std::byte> from);
 
  private:
+  // Of one head that is loaded: means are no larger than rows may be, since others would draw tokens to themselves, or none;
+  // labels are indices from there on.
+  void check_values(const StateArray& array, int64_t sample, int64_t head, const StateSlot& slot,
+                    const std::byte* values) const;
+
   const Backend* backend_;
   Exec exec_;
   StateLayout layout_;
-  int64_t q_tokens_, k_tokens_, subspaces_;
   float most_;  // magnitude of a centroid
   void* memory_;
   std::vector<StateSlot> slots_, pending_;  // [batch]
-};
-
-// Where the parts of one sample lie in a state.
-struct StateView {
-  StateView(const Plan& plan, void* memory, int64_t sample);
-  StateSlot* slot;
-  void* centroids;  // [heads, groups, dim] in state_dtype
-  void* codebooks;  // [heads, codes * dim]
-  int32_t* labels;  // [heads, q_tokens]; null but where clusters are reused, like the next
-  int32_t* codes;   // [heads, subspaces, k_tokens]
 };
 
 }  // namespace scope

@@ -15,37 +15,32 @@ bool keeps_slot(const Frame& frame, const Sample& s, const Start& start) {
 
 enum class Move { load, save };
 
+// What the sample has of each array of means, and no more.
 void move_clusters(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot, Move direction) {
-  const Plan& plan = frame.plan;
-  const StateView view(plan, frame.args.state->memory(), s.index);
-  const DType type = plan.settings.state_dtype;
-  // What the sample has of them, and no more.
-  const auto move = [&](void* base, int64_t rows, int64_t used_rows, float* here) {
-    const int64_t per_head = rows * plan.shape.dim, used = used_rows * plan.shape.dim;
+  const StateLayout layout(frame.plan);
+  const DType type = frame.plan.settings.state_dtype;
+  for (const StateArray& array : layout.arrays) {
+    if (!array.means()) continue;
+    const int64_t per_head = array.size(), used = array.filled(slot);
     const int64_t steps = used == per_head ? 1 : chunk.count, count = used == per_head ? chunk.count * per_head : used;
     for (int64_t i = 0; i < steps; ++i) {
-      void* there = static_cast<std::byte*>(base) + (chunk.first + i) * per_head * dtype_bytes(type);
+      float* here = frame.at.*array.here + i * per_head;
+      void* there = layout.head(array, frame.args.state->memory(), s.index, chunk.first + i);
       if (direction == Move::load) {
-        frame.backend.convert(frame.exec, there, type, here + i * per_head, DType::f32, count);
+        frame.backend.convert(frame.exec, there, type, here, DType::f32, count);
       } else {
-        frame.backend.convert(frame.exec, here + i * per_head, DType::f32, there, type, count);
+        frame.backend.convert(frame.exec, here, DType::f32, there, type, count);
       }
     }
-  };
-  move(view.centroids, plan.groups, slot.groups, frame.at.centroids);
-  if (plan.codes > 0) move(view.codebooks, plan.codes, slot.codes, frame.at.codebooks);
+  }
 }
 
-// The labels and codes of a state, by token.
-struct StateLabels {
-  PerHead<int32_t> labels, codes;
-  StateLabels(const Frame& frame, const Sample& s, Chunk chunk) {
-    const StateView view(frame.plan, frame.args.state->memory(), s.index);
-    const int64_t nq = frame.plan.shape.q_tokens, nk = frame.plan.subspaces() * frame.plan.shape.k_tokens;
-    labels = {view.labels + chunk.first * nq, nq};
-    codes = {view.codes + chunk.first * nk, nk};
-  }
-};
+// The labels or codes of a state, by token.
+PerHead<int32_t> kept_labels(const Frame& frame, const Sample& s, Chunk chunk, StateLayout::Row row) {
+  const StateLayout layout(frame.plan);
+  void* first = layout.head(layout[row], frame.args.state->memory(), s.index, chunk.first);
+  return {static_cast<int32_t*>(first), layout[row].size()};
+}
 
 }  // namespace
 
@@ -61,10 +56,10 @@ Start open_state(const Frame& frame, const Sample& s) {
   const bool filled = same_counts(found, start.slot);
   start.reused = plan.reuses() && reuses_clusters(settings, frame.args.place) && found == start.slot;
   start.warm = start.reused || (filled && row(settings.group).warm);
-  StateSlot* slot = StateView(plan, state->memory(), s.index).slot;
+  const StateLayout layout(plan);
+  StateSlot* slot = layout.slot(state->memory(), s.index);
   if (start.warm && !frame.backend.can.host) {
-    const StateHeader header = StateLayout(plan).header;
-    frame.backend.check_slot(frame.exec, state->memory(), &header, slot, found, frame.status);
+    frame.backend.check_slot(frame.exec, state->memory(), &layout.header, slot, found, frame.status);
   }
   if (start.reused || keeps_slot(frame, s, start)) return start;
   frame.backend.set_slot(frame.exec, slot, {});
@@ -75,7 +70,7 @@ Start open_state(const Frame& frame, const Sample& s) {
 void close_state(const Frame& frame, const Sample& s, const Start& start) {
   State* state = frame.args.state;
   if (state == nullptr || start.reused || keeps_slot(frame, s, start)) return;
-  frame.backend.set_slot(frame.exec, StateView(frame.plan, state->memory(), s.index).slot, start.slot);
+  frame.backend.set_slot(frame.exec, StateLayout(frame.plan).slot(state->memory(), s.index), start.slot);
   if (frame.backend.capturing(frame.exec)) {
     state->set_pending(s.index, start.slot);
   } else {
@@ -91,14 +86,14 @@ void save_clusters(const Frame& frame, const Sample& s, Chunk chunk, const State
   move_clusters(frame, s, chunk, slot, Move::save);
   if (!frame.plan.reuses()) return;
   const Shape& shape = frame.plan.shape;
-  const StateLabels to(frame, s, chunk);
+  const PerHead<int32_t> labels = kept_labels(frame, s, chunk, StateLayout::labels);
+  const PerHead<int32_t> codes = kept_labels(frame, s, chunk, StateLayout::codes);
   const int64_t subspaces = frame.plan.subspaces(), nk = shape.k_tokens;
-  frame.backend.copy(frame.exec, frame.at.labels, shape.q_tokens, to.labels.base, to.labels.step, shape.q_tokens,
-                     chunk.count);
-  if (subspaces > 0) frame.backend.fill(frame.exec, to.codes.base, 0, ~0u, chunk.count * to.codes.step, 1);
+  frame.backend.copy(frame.exec, frame.at.labels, shape.q_tokens, labels.base, labels.step, shape.q_tokens, chunk.count);
+  if (subspaces > 0) frame.backend.fill(frame.exec, codes.base, 0, ~0u, chunk.count * codes.step, 1);
   for (int64_t m = 0; m < subspaces; ++m) {
     frame.backend.scatter(frame.exec, frame.at.codes + m * s.tokens.keys, subspaces * nk, frame.k_rows(s), s.tokens.keys,
-                          to.codes.base + m * nk, to.codes.step, chunk.count);
+                          codes.base + m * nk, codes.step, chunk.count);
   }
 }
 
@@ -106,7 +101,6 @@ void reuse_clusters(const Frame& frame, const Sample& s, Chunk chunk, const Stat
   load_clusters(frame, s, chunk, slot);
   const Plan& plan = frame.plan;
   const Shape& shape = plan.shape;
-  const StateLabels from(frame, s, chunk);
   frame.backend.reuse(frame.exec, {.tokens = s.tokens,
                                    .heads = chunk.count,
                                    .groups = slot.groups,
@@ -114,8 +108,8 @@ void reuse_clusters(const Frame& frame, const Sample& s, Chunk chunk, const Stat
                                    .subspaces = plan.subspaces(),
                                    .q_rows = frame.q_rows(s),
                                    .k_rows = frame.k_rows(s),
-                                   .state_labels = from.labels,
-                                   .state_codes = from.codes,
+                                   .state_labels = kept_labels(frame, s, chunk, StateLayout::labels),
+                                   .state_codes = kept_labels(frame, s, chunk, StateLayout::codes),
                                    .labels = {frame.at.labels, shape.q_tokens},
                                    .sizes = {frame.at.sizes, plan.groups + 1},
                                    .order = {frame.at.order, shape.q_tokens},
