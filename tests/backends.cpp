@@ -451,6 +451,7 @@ Sizes sizes_of(const TailArgs& args) {
   Sizes sizes = sizes_of(args.proxy, args.heads);
   sizes.whole_codes = row(args.tail).per_code;
   sizes.extra = row(args.tail).per_code ? args.proxy.codes : row(args.tail).per_group ? args.proxy.groups : 0;
+  sizes.parts = row(args.tail).splits ? args.parts.each : 0;
   return sizes;
 }
 Sizes sizes_of(const AttendArgs& args) {

@@ -563,6 +563,150 @@ TEST(State, RefusesAbsurdCentroids) {
   EXPECT_FALSE(own.state.filled());
 }
 
+// Every array of the table, at its first and its last value of each head.
+TEST(State, RefusesWhatItsArraysCannotHoldByName) {
+  const Context context = tested_context(1);
+  const Inputs in(2, 2, 64, 72, 40, 1);
+  for (const char* type : {"f32", "bf16"}) {
+    const bool splits = backend().can.tails.has(Tail::means);
+    const Plan plan(
+        context,
+        method(
+            "scope",
+            {{"partition", "even:2"}, {"state_dtype", type}, {"reuse_interval", "3"}, {"tail", splits ? "means" : "none"}}),
+        in.shape());
+    OwnState own(plan);
+    Extra extra;
+    extra.state = &own.state;
+    extra.q_lengths = {64, 9};
+    extra.k_lengths = {72, 7};
+    run(plan, in, extra);
+    const std::vector<std::byte> saved = own.save();
+    std::vector<std::byte> memory(saved.size());
+    plan.backend->read(plan.exec, own.state.memory(), memory.data(), std::ssize(memory));
+    EXPECT_EQ(saved, memory);
+    ASSERT_LT(own.state.slot(1).groups, plan.groups);
+    ASSERT_LT(own.state.slot(1).codes, plan.codes);
+    // The refusal of `value` in the place of what is there; empty: it is loaded.
+    const auto refusal = [&](int64_t at, auto value, int64_t bytes) {
+      std::vector<std::byte> broken = saved;
+      std::memcpy(broken.data() + at, reinterpret_cast<const std::byte*>(&value) + sizeof value - bytes,
+                  static_cast<size_t>(bytes));  // bf16 is the upper half
+      std::string message;
+      try {
+        own.state.load(nullptr, broken);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.status(), Status::format);
+        message = error.what();
+      }
+      EXPECT_EQ(own.save(), message.empty() ? broken : saved);
+      own.state.load(nullptr, saved);
+      return message;
+    };
+    const StateLayout layout(plan);
+    for (const StateArray& array : layout.arrays) {
+      if (&array == &layout[StateLayout::part_centroids] && !splits) continue;
+      ASSERT_GT(array.size(), 0) << array.name << ": give the plan of this test what it needs";
+      const int64_t each = array.means() ? dtype_bytes(plan.settings.state_dtype) : 4;
+      ASSERT_EQ(array.head_bytes, array.size() * each);
+      for (int64_t i = 0; i < 4; ++i) {
+        SCOPED_TRACE(fmt::format("{} {}, head {} of 4", type, array.name, i));
+        const StateSlot slot = own.state.slot(i / 2);
+        const int64_t first = array.at + i * array.head_bytes, last = first + (array.filled(slot) - 1) * each;
+        const auto names_it = [&](const std::string& message) {
+          return message.find(array.name) != std::string::npos &&
+                 message.find(fmt::format("sample {}, head {}", i / 2, i % 2)) != std::string::npos;
+        };
+        for (const int64_t at : {first, last}) {
+          if (array.means()) {
+            for (const float value : {kNan, INFINITY, -2e18f}) EXPECT_TRUE(names_it(refusal(at, value, each))) << value;
+            EXPECT_EQ(refusal(at, -1e18f, each), "");
+          } else {
+            const int32_t count = slot.*array.clusters;
+            for (const int32_t value : {-2, count, INT32_MIN}) EXPECT_TRUE(names_it(refusal(at, value, each))) << value;
+            EXPECT_EQ(refusal(at, -1, each), "");
+            EXPECT_EQ(refusal(at, count - 1, each), "");
+          }
+        }
+        // What the sample has not filled is not looked at.
+        if (array.filled(slot) < array.size()) {
+          EXPECT_EQ(refusal(last + each, kNan, each), "");
+        }
+      }
+    }
+  }
+}
+
+// The bytes of version 2: saved states outlive a build.
+TEST(State, LiesInMemoryAsVersion2Does) {
+  const Context context = tested_context(1);
+  const Inputs in(2, 3, 65, 47, 40, 1);
+  struct Case {
+    const char* name;
+    int64_t subspaces;  // 0: proxy exact
+    bool bf16, reuses;
+  };
+  for (const auto& [name, subspaces, bf16, reuses] :
+       {Case{"scope", 3, false, false}, Case{"scope", 3, true, false}, Case{"scope", 3, false, true},
+        Case{"scope", 3, true, true}, Case{"scope", 0, false, false}, Case{"scope", 0, false, true},
+        Case{"svg2", 1, false, false}, Case{"svg2", 1, true, true}}) {
+    SCOPED_TRACE(fmt::format("{}, {} subspaces, bf16 {}, reuse {}", name, subspaces, bf16, reuses));
+    Settings settings = method(name, {{"groups", "7"}});
+    if (bf16) set_setting(settings, "state_dtype", "bf16");
+    if (reuses) set_setting(settings, "reuse_interval", "3");
+    if (subspaces == 3) set_setting(settings, "partition", "even:3");
+    if (subspaces == 0) set_setting(settings, "proxy", "exact");
+    const Plan plan(context, settings, in.shape());
+    const auto after = [](int64_t at, int64_t bytes) { return (at + bytes + 63) / 64 * 64; };
+    const int64_t centroids = 64 + 64;  // two slots of 16 bytes
+    const int64_t codebooks = after(centroids, 2 * 3 * 7 * 40 * (bf16 ? 2 : 4));
+    const int64_t labels = after(codebooks, 2 * 3 * plan.codes * 40 * (bf16 ? 2 : 4));
+    const int64_t codes = after(labels, reuses ? 2 * 3 * 65 * 4 : 0);
+    const int64_t bytes = after(codes, reuses ? 2 * 3 * subspaces * 47 * 4 : 0);
+    EXPECT_EQ(plan.state_bytes, bytes);
+    OwnState own(plan);
+    Extra extra;
+    extra.state = &own.state;
+    const Result result = run(plan, in, extra);
+    const std::vector<std::byte> saved = own.save();
+    ASSERT_EQ(std::ssize(saved), bytes);
+
+    uint64_t hash = 14695981039346656037u;
+    const auto mix = [&](uint32_t x) { hash = (hash ^ x) * 1099511628211u; };
+    if (reuses) mix(65), mix(47);
+    for (int32_t m = 0; m < subspaces; ++m) {
+      mix(~0u);
+      for (const int32_t channel : plan.partition[static_cast<size_t>(m)]) mix(static_cast<uint32_t>(channel));
+    }
+    const uint64_t version = bf16 ? 2 | uint64_t{2} << 32 : 2;  // and dtype
+    const uint64_t header[] = {0x3154415445504353, version, 2, 3, 7, static_cast<uint64_t>(plan.codes), 40, hash};
+    EXPECT_EQ(std::memcmp(saved.data(), header, 64), 0);
+    for (int64_t b = 0; b < 2; ++b) {
+      int32_t counts[2];
+      std::memcpy(counts, saved.data() + 64 + 16 * b, 8);
+      EXPECT_EQ(counts[0], 7);
+      EXPECT_EQ(counts[1], plan.codes);
+    }
+    // The selection has the same arrays as one row each, codebooks and codes of every subspace apart.
+    const auto words = [&](int64_t at, const auto* values, int64_t count) {
+      return std::memcmp(saved.data() + at, values, static_cast<size_t>(count) * 4) == 0;
+    };
+    if (!bf16 && (subspaces > 0 || in.dtype == DType::f32)) {
+      EXPECT_TRUE(words(centroids, result.centroids.data(), 2 * 3 * 7 * 40));
+    }
+    if (!bf16 && subspaces == 1) {
+      EXPECT_TRUE(words(codebooks, result.codebooks.data(), 2 * 3 * plan.codes * 40));
+    }
+    if (reuses) {
+      EXPECT_TRUE(words(labels, result.labels.data(), 2 * 3 * 65));
+    }
+    for (int64_t i = 0; reuses && i < 2 * 3 * subspaces; ++i) {
+      const int64_t head = i / subspaces, m = i % subspaces;
+      EXPECT_TRUE(words(codes + i * 47 * 4, result.codes.data() + (m * 2 * 3 + head) * 47, 47)) << i;
+    }
+  }
+}
+
 TEST(Call, ScheduleRunsDenseAndCanWarmUp) {
   const Context context = tested_context();
   const Inputs in(1, 2, 100, 100, 40, 61);

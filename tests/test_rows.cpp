@@ -228,6 +228,9 @@ TEST(Rows, BackendsHaveTheStagesOfTheirRows) {
       if (each.per_code && can.tails.has(each.choice)) {
         EXPECT_NE(backend->compensate, nullptr) << each.name;
       }
+      if (each.splits) {
+        EXPECT_EQ(can.tails.has(each.choice), backend->split != nullptr) << each.name;
+      }
     }
     EXPECT_EQ(can.target_scopes.has(TargetScope::sample), backend->solve != nullptr);
     // The defaults run everywhere.

@@ -98,6 +98,8 @@ class Attention {
         extra_mask_(args.extra.mask[head]),
         mix_share_(args.mix.share[head]),
         mix_row_(args.mix.row[head]),
+        mix_part_(args.mix.part[head]),
+        mix_log_mass_(args.mix.log_mass[head]),
         out_(args.out[head]),
         lse_(args.lse[head]),
         kernels_(attend_kernels(exec, args.q.dtype)),
@@ -181,10 +183,14 @@ class Attention {
     const float share = mix_share_ == nullptr ? 0.0f : mix_share_[tile.group];
     if (share > 0) mix(tile.group, share, rows, o, l);
     for (int64_t i = 0; i < rows; ++i) {
-      const float inverse = share > 0 ? 1.0f : l[i] == 0.0f ? 0.0f : 1.0f / l[i];
+      float inverse = share > 0 ? 1.0f : l[i] == 0.0f ? 0.0f : 1.0f / l[i];
+      float lse = 0;
+      if (lse_ != nullptr || mix_part_ != nullptr) {
+        lse = m[i] * 0.693147180559945f + std::log(l[i]) - std::log1p(-share) + shift(q + i * row_bytes());
+      }
+      if (mix_part_ != nullptr && mix_part(mix_part_[queries[i]], inverse, o + i * stride, lse)) inverse = 1;
       exec_.kernels->store_row(o + i * stride, inverse, q_.dim, out_.dtype, out_.row(queries[i]));
-      if (lse_ == nullptr) continue;
-      lse_[queries[i]] = m[i] * 0.693147180559945f + std::log(l[i]) - std::log1p(-share) + shift(q + i * row_bytes());
+      if (lse_ != nullptr) lse_[queries[i]] = lse;
     }
   }
 
@@ -208,6 +214,16 @@ class Attention {
       for (int64_t r = 0; r < n; ++r) factor[r] = l[i + r] == 0.0f ? 0.0f : (1 - share) / l[i + r];
       exec_.kernels->accumulate(shares, 1, n, row, channels_, 1, channels_, factor, o + i * at_.stride, at_.stride);
     }
+  }
+
+  // o = (1 - share) inverse o + share times the part's row, and the log-sum-exp of both; false: there is nothing to mix in.
+  bool mix_part(int32_t part, float inverse, float* o, float& lse) const {
+    if (part < 0 || mix_log_mass_[part] == -std::numeric_limits<float>::infinity()) return false;
+    const float mass = mix_log_mass_[part], kept = std::exp(lse - mass), share = 1 / (1 + kept);
+    const float* row = mix_row_ + part * q_.dim;
+    for (int64_t c = 0; c < q_.dim; ++c) o[c] = o[c] * (inverse * (1 - share)) + share * row[c];
+    lse = lse > mass ? lse + std::log1p(std::exp(mass - lse)) : mass + std::log1p(kept);
+    return true;
   }
 
   // One block of keys against every query of the tile.
@@ -253,6 +269,8 @@ class Attention {
   const float* extra_bias_;
   const uint32_t* extra_mask_;
   const float *mix_share_, *mix_row_;
+  const int32_t* mix_part_;
+  const float* mix_log_mass_;
   const MutableRowsView out_;
   float* lse_;
   AttendKernels kernels_;

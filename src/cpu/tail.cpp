@@ -8,6 +8,7 @@
 #include "core/numeric.h"
 #include "cpu/kernels.h"
 #include "cpu/mean.h"
+#include "cpu/means.h"
 #include "cpu/proxy_rows.h"
 
 namespace scope::cpu {
@@ -123,6 +124,11 @@ void mask_dropped_codes(const Exec& exec, const TailArgs& args, int64_t head, co
 }  // namespace
 
 int64_t tail_scratch(const Exec& exec, const Sizes& sizes) {
+  if (sizes.parts > 0) {
+    Arena arena;
+    PartMeansBuffers(arena, exec, sizes.groups * sizes.parts, sizes.k_tokens, sizes.dim);
+    return arena.used();
+  }
   int64_t bytes = 0;
   Layout(Arena(), exec, sizes.groups, sizes.k_tokens, sizes.dim, sizes.codes, &bytes);
   return bytes;
@@ -130,11 +136,18 @@ int64_t tail_scratch(const Exec& exec, const Sizes& sizes) {
 
 void tail(const Exec& exec, const TailArgs& args) {
   if (args.tail == Tail::none) return;
+  if (args.tail == Tail::means) {
+    Arena arena(args.scratch.data, args.scratch.bytes);
+    const PartMeansBuffers at(arena, exec, args.proxy.groups * args.parts.each, args.proxy.count, args.proxy.k.dim);
+    for (int64_t h = 0; h < args.heads; ++h) part_means(exec, args, h, at);
+    return;
+  }
   const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.groups, args.proxy.count, args.proxy.k.dim,
                   args.proxy.codes);
   for (int64_t h = 0; h < args.heads; ++h) {
     switch (args.tail) {
       case Tail::none:
+      case Tail::means:
         break;
       case Tail::first_order:
         FirstOrder(exec, args, h, at).run();

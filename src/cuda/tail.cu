@@ -490,6 +490,8 @@ void tail(const Exec& exec, const TailArgs& args) {
       break;
     case Tail::centroids:
       return mask_dropped_codes(exec, args);
+    case Tail::means:
+      fail(Status::internal, "tail: got means, which no kernel makes");
   }
   const ProxyLaunch p = proxy_launch(args.proxy, args.heads);
   const Layout layout(exec, p.groups, p.dim, p.exact, mean);

@@ -63,6 +63,8 @@ constexpr Need kNeeds[] = {
      }},
     {"similarity", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).similarity; }},
     {"tail_weight", "tail", [](const Settings& s, const Surroundings&) { return row(s.tail).mixes; }},
+    {"tail_parts", "tail", [](const Settings& s, const Surroundings&) { return row(s.tail).splits; }},
+    {"tail_stride", "tail", [](const Settings& s, const Surroundings&) { return row(s.tail).splits; }},
     {"dense_layers", "layer", [](const Settings&, const Surroundings& with) { return with.layer; }},
     {"dense_steps", "step", [](const Settings&, const Surroundings& with) { return with.step; }},
     {"dense_last_steps", "step", [](const Settings&, const Surroundings& with) { return with.step; }},

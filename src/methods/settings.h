@@ -14,6 +14,7 @@
 #include "stages/group.h"
 #include "stages/score.h"
 #include "stages/select.h"
+#include "stages/split.h"
 #include "stages/tail.h"
 
 namespace scope {
@@ -56,7 +57,8 @@ struct Settings {
   bool alpha_first = false;  // a target leaves alpha as it is where it can
   double similarity = -0.1;
   Tail tail = Tail::none;
-  double tail_weight = 0.75;  // of what tail mean mixes in
+  double tail_weight = 0.75;                // of what tail mean mixes in
+  int64_t tail_parts = 4, tail_stride = 4;  // of tail means
   int64_t dense_layers = 1;
   double dense_steps = 0.2;
   double dense_last_steps = 0;

@@ -180,7 +180,8 @@ class Call {
   void cluster(const Frame& frame, const Sample& s, Chunk chunk, const Start& start) {
     if (start.reused) {
       frame.mark(Moment::group);
-      return reuse_clusters(frame, s, chunk, start.slot);
+      reuse_clusters(frame, s, chunk, start.slot);
+      return split(frame, s, chunk, start);
     }
     stats_.iterations = iterations_of(settings_, start);
     frame.mark(Moment::other);
@@ -195,8 +196,15 @@ class Call {
       frame.mark(Moment::encode);
       if (keys.codes > 0) backend_.encode(exec_, keys);
     }
+    split(frame, s, chunk, start);
     frame.mark(Moment::other);
     if (args_.state != nullptr) save_clusters(frame, s, chunk, start.slot);
+  }
+
+  void split(const Frame& frame, const Sample& s, Chunk chunk, const Start& start) const {
+    if (plan_.parts() == 0) return;
+    frame.mark(Moment::group);
+    backend_.split(exec_, split_args(frame, s, chunk, start));
   }
 
   // score, and what select must know of every row before anything is kept.
@@ -205,8 +213,10 @@ class Call {
     if (row(settings_.proxy).codes) {
       backend_.score(exec_, score_args(frame, chunk, slot));
     } else {
-      round_centroids(frame, chunk, slot);
+      round_rows(frame.at.centroids, plan_.groups, slot.groups, chunk);
     }
+    if (plan_.parts() > 0)
+      round_rows(frame.at.part_centroids, plan_.groups * plan_.parts(), slot.groups * plan_.parts(), chunk);
     frame.mark(Moment::select);
     if (plan_.compensates()) backend_.compensate(exec_, compensate_args(frame, s, chunk, slot));
     const double alpha = least_share(settings_, args_.place, chunk.first);  // with a profile, a chunk is one head
@@ -214,12 +224,12 @@ class Call {
   }
 
   // To the inputs' type, in which the exact proxy multiplies; the state has them as they were.
-  void round_centroids(const Frame& frame, Chunk chunk, const StateSlot& slot) const {
+  void round_rows(float* rows, int64_t most, int64_t used_rows, Chunk chunk) const {
     if (shape_.dtype == DType::f32) return;
-    const int64_t used = slot.groups * shape_.dim, per_head = plan_.groups * shape_.dim;
+    const int64_t used = used_rows * shape_.dim, per_head = most * shape_.dim;
     const int64_t steps = used == per_head ? 1 : chunk.count, count = used == per_head ? chunk.count * per_head : used;
     for (int64_t i = 0; i < steps; ++i) {
-      float* centroids = frame.at.centroids + i * per_head;
+      float* centroids = rows + i * per_head;
       backend_.round_to(exec_, shape_.dtype, centroids, centroids, count);
     }
   }

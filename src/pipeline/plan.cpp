@@ -187,6 +187,7 @@ Sizes Plan::sizes(int64_t heads) const {
                    : tail().per_group ? groups
                    : tail().per_code  ? codes
                                       : 0,
+          .parts = parts(),
           .products = settings.products};
 }
 
@@ -230,7 +231,13 @@ Workspace Plan::cut(Arena& arena, int64_t n, int64_t first) const {
     take(at.tail_v, tail_values() * dim);  // of codes: made before the weights
     take(at.tail_bias, tail_values());
     at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(all.extra));
-    if (tail().mixes) at.tail_share = arena.take<float>(n * (groups + 1));
+    if (tail().mixes && !tail().splits) at.tail_share = arena.take<float>(n * (groups + 1));
+    if (tail().splits) {
+      take(at.part_centroids, groups * parts() * dim);
+      take(at.part_labels, shape.q_tokens);
+      take(at.part_sizes, groups * parts());
+      at.part_mass = arena.take<float>(n * groups * parts());
+    }
     if (rule().errors) at.errors = arena.take<float>(n * groups * codes);
     at.weights.bytes = checked_mul(kept, backend->weights_bytes(exec, sizes(1)), "workspace bytes");
     const auto room = [&](auto scratch) { at.scratch.bytes = std::max(at.scratch.bytes, scratch(exec, all)); };
@@ -241,6 +248,7 @@ Workspace Plan::cut(Arena& arena, int64_t n, int64_t first) const {
       room(backend->encode_scratch);
     }
     if (compensates()) room(backend->compensate_scratch);
+    if (tail().splits) room(backend->split_scratch);
     if (solves_sample()) {
       at.rho = arena.take<double>(1);
       at.weights.data = arena.take<std::byte>(at.weights.bytes);

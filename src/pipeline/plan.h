@@ -69,7 +69,11 @@ struct Workspace {
   uint32_t* mask;                      // [groups + 1, mask_words(k_tokens)]
   // A tail's virtual keys. Per group: [groups, dim], [groups, dim], [groups]; per code: none, [codes, dim], [codes].
   float *tail_k, *tail_v, *tail_bias;
-  float* tail_share;                // [groups + 1], and tail_v [groups + 1, dim], where the tail mixes
+  float* tail_share;  // [groups + 1], and tail_v [groups + 1, dim], where the tail mixes
+  // [groups * parts, dim], [q_tokens], [groups * parts] twice, and tail_v [groups * parts, dim], where it splits groups
+  float* part_centroids;
+  int32_t *part_labels, *part_sizes;
+  float* part_mass;
   uint32_t* tail_mask;              // [groups + 1, mask_words(groups, or codes of the sample)]
   float* errors;                    // [groups, codes]; rules that need them only
   double* rho;                      // [1] of the sample, where one is solved for it
@@ -111,8 +115,13 @@ struct Plan {
   bool compensates() const { return !settings.dense && (tail().per_code || rule().errors); }
   // How many values stand for dropped keys in one head: one for each code, or for each group.
   int64_t tail_values() const {
-    return std::max(compensates() ? codes : 0, tail().mixes ? groups + 1 : tail().per_group ? groups : 0);
+    return std::max(compensates() ? codes : 0, tail().splits      ? groups * settings.tail_parts
+                                               : tail().mixes     ? groups + 1
+                                               : tail().per_group ? groups
+                                                                  : 0);
   }
+  // Parts of a group that have a centroid each; 0: groups are not split.
+  int64_t parts() const { return !settings.dense && tail().splits ? settings.tail_parts : 0; }
   // One rho is solved for all heads of a sample; of a single head it is that head's own.
   bool solves_sample() const {
     return !settings.dense && shape.heads > 1 && settings.target_scope == TargetScope::sample &&

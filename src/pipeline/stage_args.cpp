@@ -1,6 +1,8 @@
 // Fills every stage's argument struct from plan, call and workspace.
 #include "pipeline/stage_args.h"
 
+#include <algorithm>
+
 namespace scope {
 
 namespace {
@@ -18,9 +20,18 @@ PerHead<float> tail_k(const Frame& f) { return {f.at.tail_k, f.plan.groups * f.p
 PerHead<float> tail_v(const Frame& f) { return {f.at.tail_v, f.plan.tail_values() * f.plan.shape.dim}; }
 PerHead<float> tail_bias(const Frame& f) { return {f.at.tail_bias, f.plan.tail_values()}; }
 PerHead<float> tail_share(const Frame& f) { return {f.at.tail_share, f.plan.groups + 1}; }
+PerHead<float> part_centroids(const Frame& f) {
+  return {f.at.part_centroids, f.plan.groups * f.plan.parts() * f.plan.shape.dim};
+}
+PerHead<int32_t> part_labels(const Frame& f) { return {f.at.part_labels, f.plan.shape.q_tokens}; }
+PerHead<int32_t> part_sizes(const Frame& f) { return {f.at.part_sizes, f.plan.groups * f.plan.parts()}; }
+PerHead<float> part_mass(const Frame& f) { return {f.at.part_mass, f.plan.groups * f.plan.parts()}; }
 PerHead<uint32_t> tail_mask(const Frame& f, const StateSlot& slot) {
   return {f.at.tail_mask, (f.plan.groups + 1) * mask_words(f.plan.tail().per_group ? slot.groups : slot.codes)};
 }
+
+// Of a first split; a warm one goes on from the state's parts.
+constexpr int kFirstRounds = 4;
 
 // Tokens that all but the last iterations see.
 int64_t seen(const Frame& f, const Start& start, int64_t tokens, int64_t clusters) {
@@ -99,6 +110,21 @@ GroupArgs group_args(const Frame& f, const Sample& s, Chunk chunk, const Start& 
           .offsets = {f.at.offsets, f.plan.groups + 2},
           .similarity = {f.at.q_similarity, f.plan.groups},
           .status = f.status,
+          .scratch = f.at.scratch};
+}
+
+SplitArgs split_args(const Frame& f, const Sample& s, Chunk chunk, const Start& start) {
+  return {.heads = chunk.count,
+          .q = f.args.q.from(s.index, chunk.first),
+          .groups = start.slot.groups,
+          .parts = f.plan.parts(),
+          .order = {f.at.order, f.plan.shape.q_tokens},
+          .offsets = {f.at.offsets, f.plan.groups + 2},
+          .rounds = start.warm ? 1 : kFirstRounds,
+          .warm = start.warm,
+          .centroids = part_centroids(f),
+          .sizes = part_sizes(f),
+          .labels = part_labels(f),
           .scratch = f.at.scratch};
 }
 
@@ -214,6 +240,17 @@ KeepArgs keep_args(const Frame& f, const Sample& s, Chunk chunk, const WeighArgs
 }
 
 TailArgs tail_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
+  Parts parts;
+  if (f.plan.tail().splits) {
+    const Place& place = f.args.place;
+    parts = {.each = f.plan.parts(),
+             .centroids = part_centroids(f),
+             .sizes = part_sizes(f),
+             .counts = {f.at.counts, f.plan.groups + 1},
+             .stride = f.plan.settings.tail_stride,
+             .phase = std::max<int64_t>(place.layer, 0) + std::max<int64_t>(place.step, 0) + chunk.first,
+             .log_mass = part_mass(f)};
+  }
   return {.heads = chunk.count,
           .tail = f.plan.settings.tail,
           .proxy = proxy(f, s, chunk, slot),
@@ -229,6 +266,7 @@ TailArgs tail_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot
           .bias = tail_bias(f),
           .mask = tail_mask(f, slot),
           .share = tail_share(f),
+          .parts = parts,
           .scratch = f.at.scratch};
 }
 
@@ -269,7 +307,11 @@ AttendArgs attend_args(const Frame& f, const Sample& s, Chunk chunk) {
 void add_tail(const Frame& f, const StateSlot& slot, AttendArgs& attend) {
   if (f.plan.tail().per_group) attend.extra = {slot.groups, tail_k(f), tail_v(f), tail_bias(f), tail_mask(f, slot)};
   if (f.plan.tail().per_code) attend.extra = {slot.codes, codebooks(f), tail_v(f), tail_bias(f), tail_mask(f, slot)};
-  if (f.plan.tail().mixes) attend.mix = {tail_share(f), tail_v(f)};
+  if (f.plan.tail().splits) {
+    attend.mix = {.share = {}, .row = tail_v(f), .part = part_labels(f), .log_mass = part_mass(f)};
+  } else if (f.plan.tail().mixes) {
+    attend.mix = {tail_share(f), tail_v(f)};
+  }
 }
 
 AttendArgs attend_dense_args(const Frame& f, const Sample& s, Chunk chunk) {

@@ -16,6 +16,7 @@
 #include "stages/group.h"
 #include "stages/score.h"
 #include "stages/select.h"
+#include "stages/split.h"
 #include "stages/tail.h"
 
 namespace scope {
@@ -91,6 +92,8 @@ struct Backend {
 
   void (*group)(const Exec&, const GroupArgs&);
   int64_t (*group_scratch)(const Exec&, const Sizes&);
+  void (*split)(const Exec&, const SplitArgs&);  // null where `can` has no tail that splits groups
+  int64_t (*split_scratch)(const Exec&, const Sizes&);
   void (*encode)(const Exec&, const EncodeArgs&);
   int64_t (*encode_scratch)(const Exec&, const Sizes&);
   void (*cocluster)(const Exec&, const CoclusterArgs&);  // null where `can` has no such grouping

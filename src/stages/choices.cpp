@@ -217,6 +217,14 @@ constexpr TailRow kTails[] = {
      .per_group = false,
      .per_code = false,
      .mixes = true},
+    {.choice = Tail::means,
+     .name = "means",
+     .help =
+         "a mean value for each part of a group, from a sample of the keys, which each query weighs against what it keeps",
+     .per_group = false,
+     .per_code = false,
+     .mixes = true,
+     .splits = true},
 };
 
 constexpr ProductsRow kProducts[] = {

@@ -69,9 +69,10 @@ struct TargetScopeRow {
 struct TailRow {  // NOLINT(clang-analyzer-optin.performance.Padding): read in this order, and few
   Tail choice;
   const char *name, *help;
-  bool per_group;  // virtual keys, one for each group that drops single keys
-  bool per_code;   // virtual keys, one for each whole cluster that a group drops
-  bool mixes;      // a row for each group that its queries mix in
+  bool per_group;       // virtual keys, one for each group that drops single keys
+  bool per_code;        // virtual keys, one for each whole cluster that a group drops
+  bool mixes;           // a row for each group, or part of one, that its queries mix in
+  bool splits = false;  // ... for each part
 };
 
 struct ProductsRow {

@@ -52,6 +52,7 @@ struct Sizes {
   int64_t codes = 0;         // per subspace; 0: keys are not encoded
   bool whole_codes = false;  // the rule keeps whole codes
   int64_t extra = 0;         // virtual keys that attend sees; 0: none
+  int64_t parts = 0;         // of each group; 0: groups are not split
   Products products = {};    // of attend
 };
 

@@ -8,8 +8,8 @@
 namespace scope {
 
 // docs/algorithm.md, "Tails". first_order: one virtual key per group; centroids: one per whole cluster that a group drops;
-// mean: a mean value per group.
-enum class Tail { none, first_order, centroids, mean };
+// mean: a mean value per group; means: one for each part of a group.
+enum class Tail { none, first_order, centroids, mean, means };
 
 // Virtual keys beside the real ones; group c sees those in its row of `mask`.
 struct ExtraKeys {
@@ -20,10 +20,23 @@ struct ExtraKeys {
   PerHead<const uint32_t> mask = {};  // [groups, mask_words(count)]
 };
 
-// A row that every query of a group mixes in: out = (1 - share) out + share row; the log-sum-exp grows by -log(1 - share).
+// A row that every query mixes in: out = (1 - share) out + share row; the log-sum-exp grows by -log(1 - share). Either that
+// of its group, or, where `part` is given, that of its part, like a virtual key of value `row` and logit `log_mass`.
 struct Mix {
-  PerHead<const float> share = {};  // [groups] in [0, 1); null: nothing is mixed in
-  PerHead<const float> row = {};    // [groups, dim]
+  PerHead<const float> share = {};     // [groups] in [0, 1); null: nothing is mixed in
+  PerHead<const float> row = {};       // [groups or rows, dim]
+  PerHead<const int32_t> part = {};    // [q_tokens] the query's row; -1: nothing is mixed in
+  PerHead<const float> log_mass = {};  // [rows] share = 1 / (1 + exp(log-sum-exp - log_mass)); -inf: 0
+};
+
+// Of tail means: part u of group c is row c * each + u of these, and of TailArgs::value.
+struct Parts {
+  int64_t each = 0;                     // of a group
+  PerHead<const float> centroids = {};  // [groups * each, dim] whose elements are numbers of k's type
+  PerHead<const int32_t> sizes = {};    // [groups * each] queries
+  PerHead<const int32_t> counts = {};   // [groups] keys that the group keeps
+  int64_t stride = 1, phase = 0;        // head h weighs the keys at positions (phase + h) mod stride, + stride, ...
+  PerHead<float> log_mass = {};         // [groups * each] out: log(weight * sum of exp(logit) over the dropped keys)
 };
 
 // After keep. Which arrays a tail fills, and which it finds filled, is said beside each.
@@ -42,7 +55,8 @@ struct TailArgs {
   // compensate, and k is the codebook: in.
   PerHead<float> k = {}, value = {}, bias = {};
   PerHead<uint32_t> mask = {};  // [rows, mask_words(groups or codes)] out
-  PerHead<float> share = {};    // [rows] out where the tail mixes; its row is `value`, [rows, dim]
+  PerHead<float> share = {};    // [rows] out under mean; its row is `value`, [rows, dim]
+  Parts parts = {};             // means only
   Scratch scratch = {};
 };
 

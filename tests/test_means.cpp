@@ -1,0 +1,518 @@
+// The tail's means of parts of groups against float64: each stage alone, and through whole calls.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "call_support.h"
+#include "cases.h"
+#include "reference.h"
+#include "stages/split.h"
+
+namespace scope::test {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// K-means inside one group in float64, from `starts` or the centroids given.
+struct Parts64 {
+  std::vector<std::vector<double>> centroids;  // [parts][dim]
+  std::vector<int64_t> part_of;                // [members]
+
+  Parts64(const std::vector<std::vector<double>>& members, int64_t parts, int rounds,
+          const std::vector<std::vector<double>>* warm = nullptr)
+      : part_of(members.size()) {
+    const auto n = static_cast<int64_t>(members.size());
+    for (int64_t u = 0; u < parts; ++u) {
+      if (warm != nullptr) {
+        centroids.push_back((*warm)[static_cast<size_t>(u)]);
+      } else if (n > 0) {
+        centroids.push_back(members[static_cast<size_t>((2 * u + 1) * n / (2 * parts))]);
+      }
+    }
+    for (int round = 0; round < rounds && n > 0; ++round) {
+      for (size_t i = 0; i < members.size(); ++i) part_of[i] = nearest(members[i]);
+      update(members);
+    }
+  }
+
+ private:
+  int64_t nearest(const std::vector<double>& x) const {
+    double least = kInf;
+    int64_t best = 0;
+    for (size_t u = 0; u < centroids.size(); ++u) {
+      double distance = 0;
+      for (size_t c = 0; c < x.size(); ++c) distance += (x[c] - centroids[u][c]) * (x[c] - centroids[u][c]);
+      if (distance < least * (1 - 1e-9)) least = distance, best = static_cast<int64_t>(u);
+    }
+    return best;
+  }
+  void update(const std::vector<std::vector<double>>& members) {
+    for (size_t u = 0; u < centroids.size(); ++u) {
+      std::vector<double> sum(centroids[u].size());
+      double size = 0;
+      for (size_t i = 0; i < members.size(); ++i) {
+        if (part_of[i] != static_cast<int64_t>(u)) continue;
+        for (size_t c = 0; c < sum.size(); ++c) sum[c] += members[i][c];
+        ++size;
+      }
+      for (size_t c = 0; c < sum.size() && size > 0; ++c) centroids[u][c] = sum[c] / size;
+    }
+  }
+};
+
+// Queries in groups of any size, some of them empty.
+struct SplitProblem {
+  int64_t groups, parts;
+  Rows q;
+  std::vector<int32_t> order;
+  std::vector<int64_t> offsets{0};
+  std::vector<float> start;
+
+  SplitProblem(Random& random, DType dtype, int64_t tokens, int64_t g, int64_t p, int64_t dim)
+      : groups(g), parts(p), q(random, dtype, tokens, dim, 1.0) {
+    std::vector<int32_t> label(static_cast<size_t>(tokens));
+    for (int32_t& each : label) each = static_cast<int32_t>(random.below(groups + groups / 4 + 1));  // the last: none
+    for (int64_t c = 0; c < groups; ++c) {
+      for (int32_t t = 0; t < tokens; ++t) {
+        if (label[static_cast<size_t>(t)] == c) order.push_back(t);
+      }
+      offsets.push_back(std::ssize(order));
+    }
+    for (int64_t i = 0; i < groups * parts * dim; ++i) start.push_back(static_cast<float>(random.normal()));
+  }
+  std::vector<std::vector<double>> members(int64_t group) const {
+    std::vector<std::vector<double>> rows;
+    for (int64_t i = offsets[static_cast<size_t>(group)]; i < offsets[static_cast<size_t>(group) + 1]; ++i) {
+      rows.emplace_back();
+      for (int64_t c = 0; c < q.view().dim; ++c) {
+        rows.back().push_back(reference::element(q.view(), order[static_cast<size_t>(i)], c));
+      }
+    }
+    return rows;
+  }
+};
+
+void expect_split(const Exec& exec, const SplitProblem& problem, int rounds, bool warm) {
+  const int64_t rows = problem.groups * problem.parts, dim = problem.q.view().dim, tokens = problem.q.view().tokens;
+  Guarded<float> centroids(rows * dim);
+  Guarded<int32_t> sizes(rows), labels(tokens);
+  if (warm) std::copy(problem.start.begin(), problem.start.end(), centroids.data());
+  SplitArgs args{.q = problem.q.view(),
+                 .groups = problem.groups,
+                 .parts = problem.parts,
+                 .order = problem.order.data(),
+                 .offsets = problem.offsets.data(),
+                 .rounds = rounds,
+                 .warm = warm,
+                 .centroids = centroids.data(),
+                 .sizes = sizes.data(),
+                 .labels = labels.data()};
+  GuardedScratch scratch(backend().split_scratch(exec, {.dim = dim, .groups = problem.groups, .parts = problem.parts}));
+  args.scratch = scratch_of(scratch);
+  backend().split(exec, args);
+  std::vector<int32_t> expected(static_cast<size_t>(tokens), -1);
+  for (int64_t c = 0; c < problem.groups; ++c) {
+    std::vector<std::vector<double>> start;
+    for (int64_t u = 0; u < problem.parts; ++u) {
+      const float* row = problem.start.data() + (c * problem.parts + u) * dim;
+      start.emplace_back(row, row + dim);
+    }
+    const auto members = problem.members(c);
+    const Parts64 parts(members, problem.parts, rounds, warm ? &start : nullptr);
+    for (int64_t u = 0; u < problem.parts; ++u) {
+      const int64_t at = c * problem.parts + u;
+      ASSERT_EQ(sizes[at], std::count(parts.part_of.begin(), parts.part_of.end(), u)) << "group " << c << " part " << u;
+      for (int64_t k = 0; k < dim; ++k) {
+        const double mean = members.empty() && !warm ? 0 : parts.centroids[static_cast<size_t>(u)][static_cast<size_t>(k)];
+        ASSERT_NEAR(centroids[at * dim + k], mean, 1e-5) << "group " << c << " part " << u << " channel " << k;
+      }
+    }
+    for (size_t i = 0; i < members.size(); ++i) {
+      const auto token =
+          static_cast<size_t>(problem.order[static_cast<size_t>(problem.offsets[static_cast<size_t>(c)]) + i]);
+      expected[token] = static_cast<int32_t>(c * problem.parts + parts.part_of[i]);
+    }
+  }
+  for (int64_t t = 0; t < tokens; ++t) ASSERT_EQ(labels[t], expected[static_cast<size_t>(t)]) << "token " << t;
+}
+
+TEST(SplitOnCpu, DifferentialAgainstFloat64) {
+  each_machine([](const Exec& exec) {
+    for (uint64_t seed = 0; seed < 60; ++seed) {
+      SCOPED_TRACE(fmt::format("seed {}", seed));
+      Random random(5000 + seed);
+      // Groups of about 1 query and of hundreds, more than are loaded at a time.
+      const int64_t groups = random.between(1, seed % 3 == 0 ? 200 : 5);
+      const SplitProblem problem(random, random.pick(limits().dtypes), random.between(1, 600), groups,
+                                 random.between(1, kMostParts), random.pick(limits().dims));
+      ASSERT_NO_FATAL_FAILURE(expect_split(exec, problem, static_cast<int>(random.between(1, 4)), seed % 2 == 1));
+    }
+  });
+}
+
+TEST(SplitOnCpu, EqualQueriesGoToTheFirstPart) {
+  each_machine([](const Exec& exec) {
+    Random random(1);
+    SplitProblem problem(random, DType::f32, 50, 1, 4, 24);
+    for (int64_t t = 1; t < 50; ++t) problem.q.copy_row(t, 0);
+    ASSERT_NO_FATAL_FAILURE(expect_split(exec, problem, 3, false));
+  });
+}
+
+// Parts of groups with masks, and the keys they weigh: some groups drop nothing, and of some the sample has nothing.
+struct MeansProblem {
+  int64_t groups, each, tokens, dim;
+  Rows k, v;
+  std::vector<float> centroids;
+  std::vector<int32_t> rows, sizes, counts;
+  std::vector<uint32_t> kept;
+  TailArgs args;
+
+  MeansProblem(Random& random, DType dtype, int64_t g, int64_t p, int64_t n, int64_t d, int64_t stride)
+      : groups(g), each(p), tokens(n), dim(d), k(random, dtype, n, d, 1.0), v(random, dtype, n, d, 1.0) {
+    const int64_t words = mask_words(tokens);
+    for (int32_t t = 0; t < tokens; ++t) {
+      if (t == 0 || random.chance(0.9)) rows.push_back(t);
+    }
+    for (int64_t i = 0; i < groups * each * dim; ++i) {
+      centroids.push_back(static_cast<float>(reference::rounded(random.normal(), dtype)));
+    }
+    for (int64_t u = 0; u < groups * each; ++u) sizes.push_back(static_cast<int32_t>(random.below(3)));
+    args.tail = Tail::means;
+    args.parts.stride = stride;
+    args.parts.phase = random.below(100);
+    kept.assign(static_cast<size_t>(groups * words), 0u);
+    for (int64_t c = 0; c < groups; ++c) {
+      const double share = c % 5 == 0 ? 1.0 : random.uniform();
+      int32_t count = 0;
+      for (size_t j = 0; j < rows.size(); ++j) {
+        const bool missed = c % 5 == 1 && sampled(j);
+        if (!missed && random.uniform() >= share) continue;
+        set_mask_bit(kept.data() + c * words, rows[j]);
+        ++count;
+      }
+      counts.push_back(count);
+    }
+    args.proxy = {.kind = ProxyKind::codes,  // whatever scores the keys, parts multiply them
+                  .groups = groups,
+                  .count = static_cast<int64_t>(rows.size()),
+                  .scale = 1.0f / std::sqrt(static_cast<float>(dim)),
+                  .centroids = {},
+                  .k = k.view(),
+                  .rows = rows.data()};
+    args.v = v.view();
+    args.kept = kept.data();
+    args.weight = 0.1 + 0.9 * random.uniform();
+    args.parts.each = each;
+    args.parts.centroids = centroids.data();
+    args.parts.sizes = sizes.data();
+    args.parts.counts = counts.data();
+  }
+  MeansProblem(const MeansProblem&) = delete;
+  MeansProblem& operator=(const MeansProblem&) = delete;
+
+  bool sampled(size_t key) const {
+    return static_cast<int64_t>(key) % args.parts.stride == args.parts.phase % args.parts.stride;
+  }
+  double logit(int64_t part, size_t key) const {
+    double sum = 0;
+    for (int64_t c = 0; c < dim; ++c) {
+      sum +=
+          static_cast<double>(centroids[static_cast<size_t>(part * dim + c)]) * reference::element(k.view(), rows[key], c);
+    }
+    return sum * static_cast<double>(args.proxy.scale);
+  }
+};
+
+struct MeansOutput {
+  Guarded<float> value, log_mass;
+  GuardedScratch scratch;
+  MeansOutput(const Exec& exec, const MeansProblem& problem)
+      : value(problem.groups * problem.each * problem.dim),
+        log_mass(problem.groups * problem.each),
+        scratch(backend().tail_scratch(exec, sizes_of(problem.args))) {
+    TailArgs args = problem.args;
+    args.value = value.data();
+    args.parts.log_mass = log_mass.data();
+    args.scratch = scratch_of(scratch);
+    backend().tail(exec, args);
+  }
+};
+
+void expect_means(const Exec& exec, const MeansProblem& problem) {
+  const bool bf16_dots = problem.args.v.dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr;
+  const double rounding = bf16_dots ? 0x1p-5 : limits().tail_mean;
+  MeansOutput found(exec, problem);
+  for (int64_t u = 0; u < problem.groups * problem.each; ++u) {
+    const int64_t group = u / problem.each;
+    const auto dropped = [&](size_t j) {
+      return !mask_bit(problem.kept.data() + group * mask_words(problem.tokens), problem.rows[j]);
+    };
+    double all = 0, in_sample = 0;
+    for (size_t j = 0; j < problem.rows.size(); ++j) {
+      all += dropped(j) ? 1 : 0;
+      in_sample += dropped(j) && problem.sampled(j) ? 1 : 0;
+    }
+    const bool lives = problem.sizes[static_cast<size_t>(u)] > 0 && all > 0;
+    double mass = 0;
+    std::vector<double> mean(static_cast<size_t>(problem.dim)), square(mean);
+    for (size_t j = 0; lives && j < problem.rows.size(); ++j) {
+      if (!dropped(j) || (in_sample > 0 && !problem.sampled(j))) continue;
+      const double weight = std::exp(problem.logit(u, j));
+      mass += weight;
+      for (int64_t c = 0; c < problem.dim; ++c) {
+        const double term = weight * reference::element(problem.v.view(), problem.rows[j], c);
+        mean[static_cast<size_t>(c)] += term;
+        square[static_cast<size_t>(c)] += term * term;
+      }
+    }
+    if (!lives) {
+      ASSERT_EQ(found.log_mass[u], -kInf) << "part " << u;
+    } else {
+      const double scale = in_sample > 0 ? all / in_sample : 1;
+      ASSERT_NEAR(found.log_mass[u], std::log(problem.args.weight * scale * mass), 1e-4) << "part " << u;
+    }
+    for (int64_t c = 0; c < problem.dim; ++c) {
+      const double want = lives ? mean[static_cast<size_t>(c)] / mass : 0;
+      const double size = lives ? std::sqrt(square[static_cast<size_t>(c)]) / mass : 0;
+      ASSERT_NEAR(found.value[u * problem.dim + c], want, rounding * size + 2e-5) << "part " << u << " channel " << c;
+    }
+  }
+}
+
+TEST(PartMeansOnCpu, DifferentialAgainstFloat64) {
+  each_machine([](const Exec& exec) {
+    for (uint64_t seed = 0; seed < 120; ++seed) {
+      SCOPED_TRACE(fmt::format("seed {}", seed));
+      Random random(6000 + seed);
+      // More parts than a block of threads has, and strides past the number of keys.
+      const MeansProblem problem(random, random.pick(limits().dtypes), random.between(1, seed % 4 == 0 ? 60 : 12),
+                                 random.between(1, 5), random.between(1, seed % 5 == 0 ? 1500 : 300),
+                                 random.pick(limits().dims), random.pick(std::vector<int64_t>{1, 2, 3, 4, 7, 8, 64}));
+      ASSERT_NO_FATAL_FAILURE(expect_means(exec, problem));
+    }
+  });
+}
+
+// Head h of a chunk begins h keys later.
+TEST(PartMeansOnCpu, HeadsWeighKeysOfTheirOwn) {
+  each_machine([](const Exec& exec) {
+    Random random(8);
+    MeansProblem problem(random, DType::f32, 9, 2, 200, 24, 5);
+    const int64_t rows = problem.groups * problem.each;
+    Guarded<float> value(2 * rows * problem.dim), log_mass(2 * rows);
+    TailArgs args = problem.args;
+    args.heads = 2;
+    args.value = {value.data(), rows * problem.dim};
+    args.parts.log_mass = {log_mass.data(), rows};
+    GuardedScratch scratch(backend().tail_scratch(exec, sizes_of(args)));
+    args.scratch = scratch_of(scratch);
+    backend().tail(exec, args);
+    for (int64_t h = 0; h < 2; ++h, ++problem.args.parts.phase) {
+      MeansOutput alone(exec, problem);
+      for (int64_t u = 0; u < rows; ++u) ASSERT_EQ(log_mass[h * rows + u], alone.log_mass[u]) << "head " << h;
+      for (int64_t i = 0; i < rows * problem.dim; ++i) ASSERT_EQ(value[h * rows * problem.dim + i], alone.value[i]);
+    }
+    EXPECT_FALSE(std::equal(log_mass.data(), log_mass.data() + rows, log_mass.data() + rows));
+  });
+}
+
+TEST(PartMeansOnCpu, WithoutRoomForTheMatrixTheBitsAreTheSame) {
+  each_machine([](const Exec& exec) {
+    Random random(7);
+    const MeansProblem problem(random, DType::f32, 90, 3, 900, 32, 4);
+    Exec narrow = exec;
+    narrow.proxy_floats = 0;
+    MeansOutput wide(exec, problem), rows(narrow, problem);
+    EXPECT_EQ(joined_bytes(wide.value, wide.log_mass), joined_bytes(rows.value, rows.log_mass));
+  });
+}
+
+Settings means_settings(const char* rule, std::initializer_list<std::pair<const char*, const char*>> set) {
+  Settings settings = method("scope-exact", {{"rule", rule}, {"density", "0.2"}, {"groups", "6"}, {"tail", "means"}});
+  for (const auto& [key, value] : set) set_setting(settings, key, value);
+  return settings;
+}
+
+// What the text of docs/algorithm.md says of one head of a call, in float64, from its labels and masks alone.
+void expect_head(const Inputs& in, const Plan& plan, const Result& result, const Extra& extra, int64_t b, int64_t h) {
+  const int64_t words = mask_words(in.k_tokens), head = b * in.heads + h, dim = in.dim;
+  const auto parts = static_cast<size_t>(plan.settings.tail_parts);
+  const double scale = extra.scale > 0 ? static_cast<double>(extra.scale) : 1 / std::sqrt(static_cast<double>(dim));
+  const uint32_t* keep = result.keep.data() + b * words;
+  const auto row_of = [&](const std::vector<float>& x, int64_t tokens, int64_t t) {
+    const float* row = x.data() + (head * tokens + t) * dim;
+    return std::vector<double>(row, row + dim);
+  };
+  const auto dot = [&](const std::vector<double>& x, const std::vector<double>& y) {
+    return scale * std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
+  };
+  std::vector<int64_t> keys;  // that take part
+  for (int64_t j = 0; j < in.k_tokens; ++j) {
+    if (extra.valid_key(in, b, j) && !mask_bit(keep, j)) keys.push_back(j);
+  }
+  const int64_t stride = plan.settings.tail_stride;
+  const int64_t phase = (std::max<int64_t>(extra.place.layer, 0) + std::max<int64_t>(extra.place.step, 0) + h) % stride;
+  for (int64_t group = 0; group < plan.groups; ++group) {
+    const uint32_t* mask = result.mask.data() + (head * plan.selection_groups + group) * words;
+    std::vector<int64_t> queries;
+    std::vector<std::vector<double>> members;
+    for (int64_t i = 0; i < in.q_tokens; ++i) {
+      if (result.labels[static_cast<size_t>(head * in.q_tokens + i)] != group) continue;
+      queries.push_back(i);
+      members.push_back(row_of(in.q, in.q_tokens, i));
+    }
+    const Parts64 split(members, static_cast<int64_t>(parts), 4);
+    for (size_t i = 0; i < queries.size(); ++i) {
+      std::vector<double> centroid = split.centroids[static_cast<size_t>(split.part_of[i])];
+      for (double& x : centroid) x = reference::rounded(x, in.dtype);
+      double dropped = 0, in_sample = 0, mass = 0;
+      std::vector<double> mean(static_cast<size_t>(dim));
+      for (size_t j = 0; j < keys.size(); ++j) {
+        if (mask_bit(mask, keys[j])) continue;
+        ++dropped;
+        if (static_cast<int64_t>(j) % stride != phase) continue;
+        ++in_sample;
+        const double weight = std::exp(dot(centroid, row_of(in.k, in.k_tokens, keys[j])));
+        const auto value = row_of(in.v, in.k_tokens, keys[j]);
+        mass += weight;
+        for (size_t c = 0; c < mean.size(); ++c) mean[c] += weight * value[c];
+      }
+      const auto sees = [&](int64_t j) { return mask_bit(mask, j) || mask_bit(keep, j); };
+      double kept = 0;
+      for (int64_t j = 0; j < in.k_tokens; ++j) {
+        if (sees(j)) kept += std::exp(dot(members[i], row_of(in.k, in.k_tokens, j)));
+      }
+      std::vector<double> out = exact_row(in, b, h, queries[i], sees, scale);
+      const double tail = mass == 0 ? 0 : plan.settings.tail_weight * mass * dropped / in_sample,
+                   share = tail / (tail + kept);
+      for (size_t c = 0; c < out.size(); ++c) out[c] = (1 - share) * out[c] + (mass == 0 ? 0 : share * mean[c] / mass);
+      ASSERT_NO_FATAL_FAILURE(expect_rows(in, result, b, h, queries[i], out));
+      ASSERT_NEAR(result.lse[static_cast<size_t>(head * in.q_tokens + queries[i])], std::log(kept + tail),
+                  in.dtype == DType::f32 ? 1e-4 : 2e-2);
+    }
+  }
+}
+
+// Text and padding take part in neither parts nor means, and text queries have no tail.
+TEST(TailMeansOnCpu, CallsAreWhatTheyAreDefinedAs) {
+  const Context context = tested_context();
+  for (const char* parts : {"1", "3"}) {
+    for (const char* stride : {"1", "3"}) {
+      for (const int64_t step : {-1, 2}) {
+        SCOPED_TRACE(fmt::format("{} parts, stride {}, step {}", parts, stride, step));
+        Ragged ragged(32, 11);
+        const Plan plan(context,
+                        means_settings("fixed", {{"tail_parts", parts}, {"tail_stride", stride}, {"dense_steps", "0"}}),
+                        ragged.shape());
+        ragged.extra.place = {.layer = step < 0 ? -1 : 3, .step = step, .steps = step < 0 ? 0 : 9};
+        const Result result = run(plan, ragged.in, ragged.extra);
+        ASSERT_EQ(result.stats.reason, Reason::sparse);
+        ASSERT_NO_FATAL_FAILURE(expect_invalid(ragged.in, result, ragged.extra));
+        for (int64_t head = 0; head < 4; ++head) {
+          ASSERT_NO_FATAL_FAILURE(expect_head(ragged.in, plan, result, ragged.extra, head / 2, head % 2));
+          for (const int64_t i : {0, 77}) {
+            const auto sees = [&](int64_t j) { return ragged.extra.valid_key(ragged.in, head / 2, j); };
+            ASSERT_NO_FATAL_FAILURE(
+                expect_rows(ragged.in, result, head / 2, head % 2, i, exact_row(ragged.in, head / 2, head % 2, i, sees)));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(TailMeansOnCpu, CallsInHalfPrecisionAndOnAnyScale) {
+  const Context context = tested_context();
+  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+    SCOPED_TRACE(dtype_name(dtype));
+    const Inputs in(1, 2, 300, 310, 64, 12, dtype);
+    Extra extra;
+    extra.scale = 0.07f;
+    const Plan plan(context, means_settings("fixed", {{"tail_parts", "2"}, {"tail_stride", "4"}}), in.shape());
+    const Result result = run(plan, in, extra);
+    for (int64_t h = 0; h < 2; ++h) ASSERT_NO_FATAL_FAILURE(expect_head(in, plan, result, extra, 0, h));
+  }
+}
+
+TEST(TailMeansOnCpu, NothingDroppedOrNoWeightIsBitwiseWithoutTail) {
+  const Context context = tested_context();
+  const Inputs in(1, 2, 200, 210, 16, 6);
+  const auto at = [&](std::initializer_list<std::pair<const char*, const char*>> set) {
+    return run(Plan(context, means_settings("online", set), in.shape()), in);
+  };
+  EXPECT_TRUE(same_bits(at({{"rho", "1"}}), at({{"rho", "1"}, {"tail", "none"}})));
+  EXPECT_TRUE(same_bits(at({{"tail_weight", "0"}}), at({{"tail", "none"}})));
+  EXPECT_FALSE(same_bits(at({}), at({{"tail", "none"}})));
+}
+
+TEST(TailMeansOnCpu, BitwiseOverThreadsAndRuns) {
+  const Inputs in(2, 2, 500, 500, 32, 9);
+  const Settings settings = means_settings("online", {{"target_density", "0.3"}});
+  const Result first = run(Plan(tested_context(1), settings, in.shape()), in);
+  for (const int threads : {1, 2, 3, 5}) {
+    EXPECT_TRUE(same_bits(first, run(Plan(tested_context(threads), settings, in.shape()), in))) << threads;
+  }
+}
+
+// A warm call makes one round from the state's parts: after these have settled, another changes nothing.
+TEST(TailMeansOnCpu, PartsGoOnFromTheState) {
+  const Context context = tested_context();
+  const Inputs in(1, 1, 400, 400, 16, 10);
+  const Plan plan(context, means_settings("fixed", {{"tail_parts", "4"}}), in.shape());
+  OwnState own(plan);
+  const StateLayout layout(plan);
+  const auto parts = [&] {
+    const auto* first =
+        static_cast<const float*>(layout.head(layout[StateLayout::part_centroids], own.state.memory(), 0, 0));
+    return std::vector<float>(first, first + plan.groups * 4 * in.dim);
+  };
+  Extra extra;
+  extra.state = &own.state;
+  Result result = run(plan, in, extra);
+  EXPECT_FALSE(result.stats.warm);
+  const std::vector<float> cold = parts();
+  result = run(plan, in, extra);
+  EXPECT_TRUE(result.stats.warm);
+  for (int64_t group = 0; group < plan.groups; ++group) {
+    std::vector<std::vector<double>> members, start;
+    for (int64_t i = 0; i < in.q_tokens; ++i) {
+      const float* row = in.q.data() + i * in.dim;
+      if (result.labels[static_cast<size_t>(i)] == group) members.emplace_back(row, row + in.dim);
+    }
+    for (int64_t u = 0; u < 4; ++u) {
+      const float* row = cold.data() + (group * 4 + u) * in.dim;
+      start.emplace_back(row, row + in.dim);
+    }
+    const Parts64 expected(members, 4, 1, &start);
+    for (int64_t i = 0; i < 4 * in.dim; ++i) {
+      ASSERT_NEAR(parts()[static_cast<size_t>(group * 4 * in.dim + i)],
+                  expected.centroids[static_cast<size_t>(i / in.dim)][static_cast<size_t>(i % in.dim)], 1e-5);
+    }
+  }
+  for (int i = 0; i < 30; ++i) result = run(plan, in, extra);
+  const std::vector<float> settled = parts();
+  EXPECT_NE(cold, settled);
+  run(plan, in, extra);
+  EXPECT_EQ(settled, parts());
+  EXPECT_EQ(own.save().size(), static_cast<size_t>(plan.state_bytes));
+}
+
+TEST(TailMeansOnCpu, EveryMethodTakesIt) {
+  const Context context = tested_context();
+  const Inputs in(1, 2, 260, 260, 64, 7);
+  for (const Method& row : methods_table()) {
+    SCOPED_TRACE(row.name);
+    if (row.settings().dense) continue;
+    Settings settings = method(row.name, {{"tail", "means"}});
+    set_setting(settings, "target_density", "0.5");
+    Shape shape = in.shape();
+    shape.rope = {24, 20, 20};
+    const Result result = run(Plan(context, settings, shape), in);
+    for (const float x : result.out) ASSERT_TRUE(std::isfinite(x));
+  }
+}
+
+}  // namespace
+}  // namespace scope::test
