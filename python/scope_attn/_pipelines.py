@@ -1,18 +1,20 @@
 """One line for pipelines of diffusers; neither it nor PyTorch is needed to import this."""
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
 
 from ._receipt import Receipt
 
 
-def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[float] = None, min_tokens: int = 4096, strict: bool = True,
-           model: Optional[str] = None, **settings: Any) -> None:
-    """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2, VACE, HunyuanVideo, HunyuanVideo 1.5, CogVideoX
-    and MiniMax-H3.
+def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[float] = None, window: Optional[Sequence[float]] = None,
+           min_tokens: Optional[int] = None, strict: bool = True, model: Optional[str] = None, **settings: Any) -> None:
+    """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2, VACE, Wan-Animate, SkyReels-V2, ChronoEdit,
+    HunyuanVideo, HunyuanVideo 1.5, Framepack, CogVideoX, MiniMax-H3, LTX-Video, LTX-2 and Kandinsky 5.
 
     target_density: the share of keys that attention is to keep; None: what the method's own rule keeps.
-    min_tokens: shorter videos attend densely, since choosing keys would take longer than it saves.
+    window: the part of the schedule that may be sparse, as shares (from, to) of its steps; None: after the model's dense steps.
+    min_tokens: shorter videos attend densely, since choosing keys would take longer than it saves; None: 4,096 on a CPU and
+        12,288 on a GPU.
     strict: what cannot run sparse, other than by the schedule and min_tokens, is an error; False: the pipeline's own attention
         runs, with one warning.
     model: a row of models(), whose rho and schedule are taken; None: the one that fits the transformer.
@@ -20,17 +22,24 @@ def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[fl
 
     Dense calls are the pipeline's own attention, whatever its backend. receipt(pipe) says what every call did.
     """
-    from . import _diffusers
-    _diffusers.enable(pipe, method, target_density, min_tokens, strict, model, settings)
+    host().enable(pipe, method=method, target_density=target_density, window=window, min_tokens=min_tokens, strict=strict, model=model,
+                  settings=settings)
 
 
 def disable(pipe: Any) -> None:
     """Undoes enable(): the pipeline has its own processors again, and gives the bits that it gave before."""
-    from . import _diffusers
-    _diffusers.disable(pipe)
+    host().disable(pipe)
 
 
 def receipt(pipe: Any) -> Receipt:
     """What every self-attention call of an enabled pipeline's latest video did. Print it, or call its to_json(path) or report(path)."""
-    from . import _diffusers
-    return _diffusers.receipt(pipe)
+    return host().receipt(pipe)
+
+
+def host() -> Any:
+    """hosts.diffusers, which needs PyTorch and a diffusers as we know it."""
+    try:
+        from .hosts import diffusers
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"scope_attn: diffusers is not here as 0.36 to 0.42 have it: {error}; install one of these versions") from error
+    return diffusers

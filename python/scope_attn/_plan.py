@@ -244,6 +244,8 @@ class State(Handle):
 class Stats:
     """What one call did: pass an empty one to it. On a GPU, reading densities or heads waits for the call.
 
+    plan: the call's, for a host that follows its allocations: the memory on a GPU is taken now, and not in the call.
+
     >>> import numpy, scope_attn
     >>> q, k, v = numpy.random.default_rng(0).standard_normal((3, 1, 2, 256, 32), numpy.float32)
     >>> stats = scope_attn.Stats()
@@ -254,21 +256,29 @@ class Stats:
     (0.25, 2)
     """
 
-    def __init__(self):
+    def __init__(self, plan: Optional[Plan] = None):
         self._stats = _c_api.CallStats()
         self._plan: Any = None
         self._report: Any = None  # (what keeps it alive, address) on the CPU, a tensor on a GPU
+        self._report_for = plan  # whose call finds its memory ready
         self._heads: Any = None
+        if plan is not None:
+            self._take(plan)
+
+    def _take(self, plan: Plan):
+        if plan.index < 0:
+            self._report = _c_api.memory(plan._plan.info.report_bytes)
+        else:
+            from . import _torch
+            self._report = _torch.Report(plan._plan.info.report_bytes, plan.index)
 
     def _begin(self, plan: Plan) -> int:
         """For a call with this plan: the address of its report."""
         self._plan, self._heads = None, None
-        if plan.index < 0:
-            self._report = _c_api.memory(plan._plan.info.report_bytes)
-            return self._report[1]
-        from . import _torch
-        self._report = _torch.Report(plan._plan.info.report_bytes, plan.index)
-        return self._report.address
+        if self._report_for is not plan:
+            self._take(plan)
+        self._report_for = None
+        return self._report[1] if plan.index < 0 else self._report.address
 
     def _called(self) -> _c_api.CallStats:
         if self._plan is None:

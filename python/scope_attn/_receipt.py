@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from ._c_api import ScopeError
+
 SHEET_SIDE = 4096  # pixels; browsers hold images of 16,384 at most
 
 
@@ -119,6 +121,18 @@ class Receipt:
                     settings=told["settings"], seconds=seconds,
                     layers=[[cell(step, *row) for row in rows] for step in sorted({call.step for call in self.calls})])
 
+    def line(self) -> str:
+        """All of it in one line, for a host's log."""
+        dense = collections.Counter(call.why for call in self.calls if not call.sparse)
+        sparse = len(self.calls) - sum(dense.values())
+        text = f"{self.settings['method']} for {self.settings['model']}, {sparse:,} calls sparse"
+        if sparse:
+            try:
+                text += f" (mean density {self.density:.3f})"
+            except ScopeError as error:  # what only the device could find
+                text += f" ({error})"
+        return text + ("; dense: " + ", ".join(f"{count:,} ({why})" for why, count in dense.most_common()) if dense else "")
+
     def __str__(self) -> str:
         told = self.settings["settings"]
         choices = ", ".join(f"{name}={value}" for name, value in told.items())
@@ -132,8 +146,9 @@ class Receipt:
         rows: dict[tuple[str, str], list[Call]] = collections.defaultdict(list)
         for call in self.calls:
             rows[call.expert, call.why].append(call)
-        steps = len({call.step for call in self.calls})
-        lines.append(f"{steps} of {self.settings['steps']} steps, {len(self.calls):,} self-attention calls")
+        total = self.settings["steps"]  # 0: the host does not say
+        steps = f"{len({call.step for call in self.calls})}" + (f" of {total}" if total else "")
+        lines.append(f"{steps} steps, {len(self.calls):,} self-attention calls")
         for (expert, why), calls in rows.items():
             what = f"dense: {why}" if why else f"sparse, mean density {sum(call.density for call in calls) / len(calls):.3f}"
             lines.append(f"  {expert:14}{len(calls):7,} calls {sum(call.seconds for call in calls):9.2f} s  {what}")

@@ -4,6 +4,7 @@ import gc
 import json
 import pickle
 import re
+import sys
 import threading
 import types
 import warnings
@@ -20,7 +21,8 @@ import diffusers  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn  # noqa: E402
 
-from scope_attn import _diffusers  # noqa: E402
+from scope_attn.hosts import diffusers as host  # noqa: E402
+from scope_attn.hosts.diffusers import families  # noqa: E402
 
 KINDS = {
     "wan2.1": (tiny.wan, tiny.make_wan),
@@ -34,8 +36,20 @@ KINDS = {
     "cogvideox-2b": (lambda: tiny.cogvideox(rotary=False), tiny.make_cogvideox),
     "cogvideox-1.5": (lambda: tiny.cogvideox(patch_size_t=2, patch_bias=False), tiny.make_cogvideox),
 }
-if hasattr(diffusers, "MiniMaxH3Transformer3DModel"):  # 0.36 does not have it
-    KINDS["minimax-h3"] = tiny.minimax, tiny.make_minimax
+NEWER = {  # what 0.36 does not have, by the class that tells
+    "MiniMaxH3Transformer3DModel": {"minimax-h3": (tiny.minimax, tiny.make_minimax)},
+    "LTX2VideoTransformer3DModel": {"ltx-2": (lambda: tiny.ltx2(gated=False, perturbed=False), tiny.make_ltx2),
+                                    "ltx-2.3": (tiny.ltx2, tiny.make_ltx2)},
+    "WanAnimateTransformer3DModel": {"wan-animate": (tiny.wan_animate, tiny.run_loop)},
+    "ChronoEditTransformer3DModel": {"chronoedit": (tiny.chronoedit, tiny.run_loop)},
+    "SkyReelsV2Transformer3DModel": {"skyreels-v2": (tiny.skyreels, tiny.make_wan)},
+    "HunyuanVideoFramepackTransformer3DModel": {"framepack": (tiny.framepack, tiny.run_loop)},
+    "Kandinsky5Transformer3DModel": {"kandinsky-5": (tiny.kandinsky, tiny.run_loop)},
+    "LTXVideoTransformer3DModel": {"ltx": (tiny.ltx, tiny.make_ltx)},
+}
+for name, kinds in NEWER.items():
+    if hasattr(diffusers, name):
+        KINDS.update(kinds)
 SPARSE = dict(target_density=0.2, min_tokens=0)
 
 
@@ -48,7 +62,7 @@ def self_attentions(pipe):
     for transformer in (pipe.transformer, getattr(pipe, "transformer_2", None)):
         if transformer is not None:
             yield from (module for name, module in transformer.named_modules()
-                        if re.fullmatch(r"(single_|vace_)?(transformer_)?blocks\.\d+\.attn1?", name))
+                        if re.fullmatch(r"(single_|vace_|visual_)?(transformer_)?blocks\.\d+\.(attn1?|self_attention)", name))
 
 
 def test_density_one_and_restored(kind):
@@ -66,7 +80,8 @@ def test_density_one_and_restored(kind):
     assert 0 < (out - untouched).abs().max() < tiny.ROUNDING
     calls = scope_attn.receipt(pipe).calls
     branches = {call.branch for call in calls}
-    assert len(calls) == len(branches) * tiny.STEPS * layers, "layers of one transformer"
+    left_out = tiny.STEPS if "uncond_stg" in branches else 0  # by guidance, which skips one block of LTX-2.3
+    assert len(calls) == len(branches) * tiny.STEPS * layers - left_out, "layers of one transformer"
     assert all(call.density == 1 for call in calls) and any(call.sparse for call in calls)
     scope_attn.disable(pipe)
     assert all(attn.processor is processor for attn, processor in zip(self_attentions(pipe), own))
@@ -85,7 +100,9 @@ def test_sparse(kind):
     receipt = scope_attn.receipt(pipe)
     sparse = [call for call in receipt.calls if call.sparse]
     assert all(abs(call.density - 0.2) < 0.03 for call in sparse) and abs(receipt.density - 0.2) < 0.01
-    assert "+".join(sorted({call.branch for call in sparse})) in ("cond+uncond", "pred_cond+pred_uncond", "cond_uncond", "text 0")
+    assert "+".join(sorted({call.branch for call in sparse})) in (
+        "cond+uncond", "pred_cond+pred_uncond", "cond_uncond", "text 0", "cond_uncond+uncond_modality",
+        "cond_uncond+uncond_modality+uncond_stg", "text 0+text 1")
     assert {call.step for call in sparse} | {call.step for call in receipt.calls} == set(range(tiny.STEPS))
     first = {}
     for call in sparse:
@@ -141,10 +158,13 @@ def test_dense_steps(kind):
     receipt = scope_attn.receipt(pipe)
     assert {call.why for call in receipt.calls} == {"the step is within dense_steps", "the layer is below dense_layers"}
     assert receipt.density is None and all(call.stats is None and call.density == 1 for call in receipt.calls)
-    last = next(self_attentions(pipe)).processor.run.experts[-1]
-    assert all(state.filled for branch in last.states.values() for state in branch.values())
-    clustered = {call.layer for call in receipt.calls if call.expert == last.name and "dense_steps" in call.why}
-    assert last.states and all(set(branch) == clustered for branch in last.states.values())
+    run = next(self_attentions(pipe)).processor.run
+    assert not run.session.video.states.get("transformer" if len(run.experts) > 1 else ""), "those of the expert that is done are gone"
+    (last, states), = run.session.video.states.items()
+    assert last == run.experts[-1].name and all(state.filled for state in states.values())
+    clustered = {(call.branch, call.layer) for call in receipt.calls
+                 if call.expert == last and "dense_steps" in call.why and call.step < tiny.STEPS - 1}
+    assert {key[:2] for key in states} <= clustered
 
 
 @pytest.mark.parametrize("name, given", [("hunyuan", {}), ("wan2.1", dict(warm_prefix=True)),
@@ -175,7 +195,7 @@ def test_nothing_to_select():
     scope_attn.enable(pipe, dense_steps=0, dense_layers=0, **SPARSE)
     tiny.make_hunyuan(pipe, steps=1)
     processor = pipe.transformer.transformer_blocks[1].attn.processor
-    processor.expert.place = processor.expert.place._replace(text_tokens=32, lengths=[32])
+    processor.expert.text = 32, [32], None
     q, k, v = tiny.randn(3, 1, 32, 2, 24)
     assert (processor.attend(q, k, v, None, None) == dispatch_attention_fn(q, k, v)).all()
     assert scope_attn.receipt(pipe).calls[-1].why == "no query or no key takes part in selection"
@@ -188,8 +208,8 @@ def test_experts():
     held = []
 
     def look(pipe, step, timestep, kwargs):
-        experts = pipe.transformer.blocks[0].attn1.processor.run.experts
-        held.append([sum(len(layers) for layers in expert.states.values()) for expert in experts])
+        run = pipe.transformer.blocks[0].attn1.processor.run
+        held.append([len(run.session.video.states.get(expert.name, ())) for expert in run.experts])
         return kwargs
 
     tiny.make_wan(pipe, steps=8, callback_on_step_end=look)
@@ -228,7 +248,9 @@ def test_branches_without_names():
     with torch.no_grad():
         for _ in range(9):  # texts that never come back do not pile up
             pipe.transformer(hidden_states=latents, timestep=timestep[None], encoder_hidden_states=tiny.randn(1, 6, 16))
-    assert len(pipe.transformer.blocks[0].attn1.processor.expert.states) == 4
+    processor = pipe.transformer.blocks[0].attn1.processor
+    assert len(processor.expert.branches) == 4
+    assert len({branch for branch, *_ in processor.run.session.video.states["transformer"]}) <= 4
 
 
 def test_an_earlier_step():
@@ -273,7 +295,7 @@ def test_interrupted(method):
     expected, pipe = tiny.make_wan(fresh(), seed=1), fresh()
     with pytest.raises(KeyboardInterrupt):
         tiny.make_wan(pipe, callback_on_step_end=stop)
-    assert pipe.transformer.blocks[1].attn1.processor.expert.states, "it did leave some"
+    assert pipe.transformer.blocks[1].attn1.processor.run.session.video.states, "it did leave some"
     assert (tiny.make_wan(pipe, seed=1) == expected).all()
     sparse = [call for call in scope_attn.receipt(pipe).calls if call.sparse]
     assert not sparse[0].stats.warm and sparse[-1].stats.warm
@@ -288,7 +310,7 @@ def test_scale():
         ticket = pipe.transformer.blocks[1].attn1.processor.ticket
         q, k, v = tiny.randn(3, 1, 256, 2, 24)
         ours, theirs, usual = (dispatch_attention_fn(q, k, v, **more) for more in (
-            dict(scale=0.5, attn_mask=(ticket, None), backend="scope"), dict(scale=0.5), dict()))
+            dict(scale=0.5, parallel_config=ticket, backend="scope"), dict(scale=0.5), dict()))
         assert scope_attn.receipt(pipe).calls[-1].sparse == ("target_density" in given)
         assert (ours - theirs).abs().max() < tiny.ROUNDING < 0.2 < (theirs - usual).abs().max()
 
@@ -361,12 +383,123 @@ def test_text_and_audio_among_the_video():
     assert abs(call.stats.total_density - (256 * (call.density * 256 + 16) + 16 * (256 + 16)) / (256 + 16) ** 2) < 1e-4
     text = torch.arange(272)
     expected = scope_attn.pack_bits(((text < 6) | (text >= 100) & (text < 110))[None])
-    assert (pipe.transformer.transformer_blocks[0].attn.processor.expert.place.text_bits == expected).all()
+    assert (pipe.transformer.transformer_blocks[0].attn.processor.expert.text[2] == expected).all()
     *axes, rest = receipt.settings["rope"]
     for axis, channels in enumerate(axes):
         _, turned = pipe.transformer.rope(torch.eye(3, device=tiny.DEVICE)[axis:axis + 1])
         assert set(channels) == set(turned[0].nonzero()[:, 0].tolist()), "they turn along this axis alone"
     assert rest == tuple(range(24, 32))
+
+
+@pytest.mark.skipif("ltx-2" not in KINDS, reason="diffusers does not have it")
+def test_ltx2():
+    """Codes are refused in words, a mask makes its calls dense, distilled schedules run, and audio is nobody's but diffusers'."""
+    pipe = tiny.ltx2()
+    for method in ("scope", "scope-paper"):
+        with pytest.raises(ValueError, match=f'got "{method}", which codes keys along .* heads of LTX mix these axes; choose scope-mean'):
+            scope_attn.enable(pipe, method)
+    for method in ("fast", "quality", "scope-mean"):
+        scope_attn.enable(pipe, method, min_tokens=0)
+        assert scope_attn.receipt(pipe).settings["rope"] is None
+        tiny.make_ltx2(pipe, sigmas=[1.0, 0.9, 0.5], steps=3)  # three steps have no dense one
+        calls = scope_attn.receipt(pipe).calls
+        assert {call.step for call in calls} == {0, 1, 2} == {call.step for call in calls if call.sparse}
+        scope_attn.disable(pipe)
+    scope_attn.enable(pipe, dense_steps=0, **SPARSE)
+    for block in pipe.transformer.transformer_blocks:
+        others = block.audio_attn1, block.attn2, block.audio_attn2, block.audio_to_video_attn, block.video_to_audio_attn
+        assert not any(isinstance(attn.processor, host.Processor) for attn in others)
+    own = type(pipe.transformer).forward
+    mask = torch.ones(1, 256, 256, device=tiny.DEVICE, dtype=tiny.DTYPE)
+    pipe.transformer.forward = lambda **given: own(pipe.transformer, **given, video_self_attention_mask=mask.expand(
+        len(given["hidden_states"]), -1, -1))
+    tiny.make_ltx2(pipe)
+    assert {call.why for call in scope_attn.receipt(pipe).calls} == {"the call has a mask"}
+
+
+def test_window():
+    """The part of the schedule that may be sparse, as shares of its steps."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, window=(0.2, 0.8), dense_layers=0, **SPARSE)
+    tiny.make_wan(pipe, steps=10)
+    assert {call.step for call in scope_attn.receipt(pipe).calls if call.sparse} == set(range(2, 8))
+    scope_attn.disable(pipe)
+    for window, given, told in (((0.5, 0.5), {}, "window: got 0.5 to 0.5"), ((0, 1.5), {}, "0 <= from < to <= 1"),
+                                ((0, 1), dict(dense_steps=0.1), "window, dense_steps: both say")):
+        with pytest.raises(ValueError, match=told):
+            scope_attn.enable(pipe, window=window, **given)
+
+
+def test_out_of_memory(monkeypatch):
+    """Where a state finds no memory the error reaches the caller, nothing is kept of it, and a smaller video runs."""
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    bind = scope_attn.State._bind
+
+    def fail(state, plan):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(scope_attn.State, "_bind", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        tiny.make_wan(pipe)
+    assert not any(pipe.transformer.blocks[1].attn1.processor.run.session.video.states.values())
+    monkeypatch.setattr(scope_attn.State, "_bind", bind)
+    out = tiny.make_wan(pipe)
+    other = tiny.wan()
+    scope_attn.enable(other, **SPARSE)
+    assert (tiny.make_wan(other) == out).all()
+
+
+def test_another_length():
+    """A video longer than the one before, and one that grows on its way: states are those of its own length."""
+    pipe, other = tiny.wan(), tiny.wan()
+    for each in (pipe, other):
+        scope_attn.enable(each, dense_steps=0, **SPARSE)
+    tiny.make_wan(pipe)
+    assert (tiny.make_wan(pipe, side=192) == tiny.make_wan(other, side=192)).all()
+    text, pipe.scheduler = tiny.randn(1, 6, 16), diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    pipe.scheduler.set_timesteps(4, device=tiny.DEVICE)
+    with torch.no_grad():
+        for timestep, side in zip(pipe.scheduler.timesteps, (16, 16, 24, 24)):
+            latents = tiny.randn(1, 4, 4, side, side)
+            pipe.scheduler.step(pipe.transformer(latents, timestep[None], text).sample, timestep, latents)
+    assert [call.stats.warm for call in scope_attn.receipt(pipe).calls if call.layer == 1] == [False, True, False, True]
+
+
+def test_unknown_versions(monkeypatch):
+    """A diffusers that we have not seen is refused in words, at import, at enable() and in a pass."""
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("scope_attn.hosts.diffusers")]:
+            patch.delitem(sys.modules, name)
+        patch.delattr(scope_attn.hosts, "diffusers")
+        patch.delattr(diffusers.models.attention_dispatch, "_AttentionBackendRegistry")
+        for _ in range(2):
+            with pytest.raises(ImportError, match="not here as 0.36 to 0.42 have it: .*_AttentionBackendRegistry.*; install one of these"):
+                scope_attn.enable(None)
+    pipe, own = tiny.wan(), tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    with pytest.raises(RuntimeError, match="WanTransformer3DModel: it is not as .* have it: 'encoder_hidden_states'; install"):
+        pipe.transformer(tiny.randn(1, 4, 4, 16, 16), tiny.randn(1), text=tiny.randn(1, 6, 16))
+    del own.transformer.blocks
+    with pytest.raises(RuntimeError, match="WanTransformer3DModel: it is not as diffusers 0.36 to 0.42 have it: .*'blocks'"):
+        scope_attn.enable(own)
+
+
+def test_two_pipelines():
+    """In one process, in turns: each has its own states."""
+    first, second = tiny.wan(), tiny.hunyuan()
+    scope_attn.enable(first, **SPARSE)
+    scope_attn.enable(second, **SPARSE)
+    expected = tiny.make_wan(first), tiny.make_hunyuan(second)
+    found = []
+
+    def between(pipe, step, timestep, kwargs):
+        if step == 2:
+            found.append(tiny.make_hunyuan(second))
+        return kwargs
+
+    out = tiny.make_wan(first, callback_on_step_end=between)
+    assert (out == expected[0]).all() and (found[0] == expected[1]).all()
 
 
 def test_steps_of_a_part():
@@ -433,11 +566,12 @@ def test_long_texts(dtype):
 
 def test_lengths_are_those_of_the_masks():
     """They are read once for each mask, also where a branch goes on with another."""
-    expert = _diffusers.Expert("transformer", _diffusers.FAMILIES["HunyuanVideoTransformer3DModel"])
-    read = []
+    expert, read = host.Expert("transformer"), []
+    expert.branch_now = "cond"
 
     def lengths(*masks):
-        return expert.text_lengths("cond", _diffusers.Text(8, masks, lambda *masks: read.append(masks) or _diffusers.count_valid(*masks)))
+        expert.begin_text(families.Text(8, masks, lambda *masks: read.append(masks) or families.count_valid(*masks)), 1)
+        return expert.text[1]
 
     three, five = torch.arange(8)[None] < 3, torch.arange(8)[None] < 5
     assert [lengths(three), lengths(three), lengths(five), lengths(three, five)] == [[3], [3], [5], [8]] and len(read) == 3
@@ -525,6 +659,28 @@ def test_cache():
     assert (tiny.make_wan(pipe) == cached).all()
     pipe.transformer.disable_cache()
     assert (tiny.make_wan(pipe) != cached).any()
+
+
+@pytest.mark.skipif(diffusers.__version__.startswith("0.36") and tiny.DEVICE == "cpu", reason="its offloading needs an accelerator")
+@pytest.mark.parametrize("enabled_first", [True, False])
+def test_offloading_and_casting(enabled_first):
+    """Weights that come and go, and weights in 8 bits between their uses: at density 1 nothing else changes."""
+    def prepare(pipe):
+        pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=tiny.DTYPE)
+        pipe.transformer.enable_group_offload(onload_device=torch.device(tiny.DEVICE), offload_device=torch.device("cpu"),
+                                              offload_type="leaf_level")
+        return pipe
+
+    plain, expected = tiny.make_wan(tiny.wan()), tiny.make_wan(prepare(tiny.wan()))
+    assert (expected != plain).any(), "8 bits round"
+    pipe = tiny.wan()
+    if not enabled_first:
+        prepare(pipe)
+    scope_attn.enable(pipe, target_density=1, min_tokens=0)
+    if enabled_first:
+        prepare(pipe)
+    assert (tiny.make_wan(pipe) - expected).abs().max() < tiny.ROUNDING
+    assert any(call.sparse for call in scope_attn.receipt(pipe).calls)
 
 
 def test_lora_and_fused_projections():
@@ -709,8 +865,11 @@ def test_refusals():
     causal = types.SimpleNamespace(scheduler=pipe.scheduler, transformer=diffusers.SkyReelsV2Transformer3DModel(
         num_attention_heads=1, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=8, ffn_dim=8, num_layers=1,
         num_frame_per_block=2))
-    with pytest.raises(TypeError, match="got SkyReelsV2Transformer3DModel, which is causal here"):
+    with pytest.raises(TypeError, match="SkyReelsV2Transformer3DModel: it is causal here"):
         scope_attn.enable(causal)
+    forcing = type("SkyReelsV2DiffusionForcingPipeline", (types.SimpleNamespace,), {})
+    with pytest.raises(TypeError, match="DiffusionForcingPipeline, whose frames are at different steps"):
+        scope_attn.enable(forcing(scheduler=pipe.scheduler, transformer=pipe.transformer))
     with pytest.raises(scope_attn.ScopeValueError, match="densty"):
         scope_attn.enable(pipe, densty=0.2)
     with pytest.raises(scope_attn.ScopeValueError, match='target_density: got "2"'):
@@ -778,7 +937,7 @@ def test_refused_calls():
     pipe.transformer.blocks[1].attn1.processor._parallel_config = None
     layer = pipe.transformer.blocks[1].attn1
     with pytest.raises(ValueError, match="is_causal, dropout_p: got True"):
-        dispatch_attention_fn(*tiny.randn(3, 1, 256, 2, 24), attn_mask=(layer.processor.ticket, None), is_causal=True, backend="scope")
+        dispatch_attention_fn(*tiny.randn(3, 1, 256, 2, 24), parallel_config=layer.processor.ticket, is_causal=True, backend="scope")
     with torch.no_grad(), pytest.raises(ValueError, match="attention_mask: layer 1 got one"):
         layer(tiny.randn(1, 256, 48), attention_mask=torch.ones(256, 256, dtype=torch.bool, device=tiny.DEVICE))
 

@@ -1,6 +1,7 @@
 """python -m scope_attn.reproduce on whole tiny pipelines: all six settings from end to end, going on, ranks, measures, refusals."""
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
+import diffusers  # noqa: E402
 import numpy  # noqa: E402
 import tiny_folders  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
@@ -22,7 +25,7 @@ from safetensors.numpy import save_file  # noqa: E402
 
 from scope_attn.reproduce import __main__ as command  # noqa: E402
 from scope_attn.reproduce import maker, metrics, profile, quality, results, work  # noqa: E402
-from scope_attn.reproduce.settings import METHODS, PAPER_COLUMNS, SETTINGS  # noqa: E402
+from scope_attn.reproduce.settings import METHODS, PAPER_COLUMNS, SETTINGS, Method, control  # noqa: E402
 
 if tiny.DEVICE != "cpu":
     pytest.skip("the CPU shows it", allow_module_level=True)
@@ -166,6 +169,20 @@ def test_equal_videos(made):
     cpu = torch.device("cpu")
     same = quality.compare(made / "dense/0000", made / "dense/0000", 0, cpu)
     assert same == dict(psnr=None, ssim=pytest.approx(1), ssim_box=pytest.approx(1))
+
+
+def test_frames_that_count(tmp_path):
+    """The given frames do not; videos of other lengths, or of given frames alone, are no measurement."""
+    for name, values in (("a", (0, 90, 90)), ("b", (255, 90, 100)), ("short", (0, 90))):
+        (tmp_path / name).mkdir()
+        for i, value in enumerate(values):
+            Image.new("RGB", (16, 16), (value,) * 3).save(tmp_path / name / f"frame_{i:03d}.png")
+    cpu = torch.device("cpu")
+    assert quality.compare(tmp_path / "a", tmp_path / "b", 2, cpu)["psnr"] == pytest.approx(20 * math.log10(255 / 10))
+    assert quality.compare(tmp_path / "a", tmp_path / "b", 1, cpu)["psnr"] is None, "one of its frames is equal"
+    for a, b, skip in (("a", "b", 3), ("a", "short", 1)):
+        with pytest.raises(ValueError, match=f"expected as many, and more than {skip}"):
+            quality.compare(tmp_path / a, tmp_path / b, skip, cpu)
 
 
 def test_box_ssim():
@@ -350,21 +367,60 @@ def test_compiled(place, tmp_path, monkeypatch):
         assert abs(frames[0] - frames[1]).max() <= 1
 
 
-def test_negative_prompt(place, tmp_path, monkeypatch):
-    """The scripts' of SVG2 and SpargeAttn by default, another, or none."""
-    seen, own = [], maker.Maker.call
+@pytest.mark.parametrize("compiled", (False, True))
+def test_warm_up(tmp_path, monkeypatch, compiled):
+    """One step, which no time counts, before the first video of a method, or where graphs are compiled before each."""
+    seen, clock, saved = [], iter(range(100)), []
 
-    def call(self, *given, **more):
-        seen.append(self.fixed.get("negative_prompt"))
-        return own(self, *given, **more)
+    class Pipe:
+        def __call__(self, callback_on_step_end=None, generator=None, **given):
+            steps = 0
+            for steps in range(1, given["num_inference_steps"] + 1):
+                self._interrupt = False
+                if callback_on_step_end:
+                    callback_on_step_end(self, steps - 1, None, {})
+                if self._interrupt:
+                    break
+            seen.append((made.ready, generator.initial_seed(), steps, given["output_type"]))
+            assert given["prompt"] == "a cat" and given["negative_prompt"] == "dark"
+            next(clock)  # a call takes 2 s, by this clock
+            return SimpleNamespace(frames=[numpy.zeros((2, 16, 16, 3))])
 
-    monkeypatch.setattr(maker.Maker, "call", call)
-    small = "--size", "64x64", "--frames", "5", "--steps", "1", "--first", "1", "--no-control", "--methods", "dense"
+    made = maker.Maker.__new__(maker.Maker)
+    made.options, made.setting, made.device = SimpleNamespace(seed=7, steps=4, compile=compiled), SETTINGS["wan2.1-t2v"], torch.device("cpu")
+    made.pipe, made.fixed, made.ready = Pipe(), dict(negative_prompt="dark"), None
+    made.results = SimpleNamespace(write_video=lambda label, number, frames, fps, about: saved.append((label, number, len(frames), fps, about)))
+    monkeypatch.setattr(made, "prepare", lambda method: setattr(made, "ready", method.label))
+    monkeypatch.setattr(maker, "now", lambda device: next(clock))
+    dense, other = Method("dense", "dense", {}, "native"), control("_native_math")
+    for method, number in ((dense, 0), (dense, 1), (other, 1)):
+        made.make(method, number, results.Clip("a cat", None))
+    expected = [("dense", 7, 1, "latent"), ("dense", 7, 4, "np"), ("dense", 8, 1, "latent"), ("dense", 8, 4, "np"),
+                (other.label, 8, 1, "latent"), (other.label, 8, 4, "np")]
+    assert seen == expected if compiled else seen == expected[:2] + expected[3:]
+    assert [clip[:4] for clip in saved] == [("dense", 0, 2, 16), ("dense", 1, 2, 16), (other.label, 1, 2, 16)]
+    assert [(clip[4]["seconds"], clip[4]["seed"], clip[4]["backend"]) for clip in saved] == [
+        (2, 7, "native"), (2, 8, "native"), (2, 8, "_native_math")]
+
+
+def test_what_the_pipeline_is_given(place, tmp_path, monkeypatch):
+    """Guidance, shift, sizes and steps of the setting; the negative prompt of SVG2's and SpargeAttn's scripts, another, or none."""
+    seen = []
+    for kind in (diffusers.WanPipeline, diffusers.HunyuanVideoPipeline):
+        def called(self, *given, own=kind.__call__, **more):
+            names = "guidance_scale", "guidance_scale_2", "width", "height", "num_frames", "num_inference_steps"
+            negative = more.get("negative_prompt")
+            seen.append((negative and negative[:12], self.scheduler.config.get("flow_shift"), *map(more.get, names)))
+            return own(self, *given, **more)
+
+        monkeypatch.setattr(kind, "__call__", called)
+    small = "--size", "64x48", "--frames", "5", "--steps", "1", "--first", "1", "--no-control", "--methods", "dense"
     for i, (setting, more) in enumerate((("wan2.1-t2v", ()), ("wan2.2-t2v", ()), ("wan2.1-t2v", ("--negative-prompt", "dark")),
                                          ("wan2.1-t2v", ("--negative-prompt", "none")), ("hunyuan-t2v", ()))):
         assert run(place, setting, tmp_path / str(i), *small, *more) == 0
-    shown = [text and text[:12] for text in dict.fromkeys(seen)]
-    assert shown == ["Bright tones", "色调艳丽，过曝，静态，细", "dark", None]
+    assert list(dict.fromkeys(seen)) == [
+        ("Bright tones", 5, 5, None, 64, 48, 5, 1), ("色调艳丽，过曝，静态，细", 12, 4, 3, 64, 48, 5, 1), ("dark", 5, 5, None, 64, 48, 5, 1),
+        (None, 5, 5, None, 64, 48, 5, 1), (None, None, 6, None, 64, 48, 5, 1)]
 
 
 def test_full_disk(place, made, tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("diffusers")
+diffusers = pytest.importorskip("diffusers")
 import tiny_pipelines as tiny  # noqa: E402
 
 if tiny.DEVICE != "cpu":
@@ -15,7 +15,7 @@ if tiny.DEVICE != "cpu":
 SCRIPT = pathlib.Path(__file__).parents[2] / "bench/diffusers_steps.py"
 KEYS = {"commit", "machine", "host", "model", "grid", "tokens", "text", "branches", "steps", "dtype", "repeat", "cases"}
 CASE_KEYS = {"mode", "variant", "settings", "density", "measured_density", "repeat", "dense_pass_s", "first_pass_s", "warm_pass_s",
-             "run_s", "run_range_s", "times_faster", "peak_bytes"}
+             "run_s", "run_range_s", "dense_layers", "times_faster", "peak_bytes"}
 
 
 @pytest.mark.parametrize("model, branches, dense_steps", [("wan2.1-t2v-14b", 2, 4), ("hunyuanvideo", 1, 2)])
@@ -40,6 +40,22 @@ def test_steps(tmp_path, model, branches, dense_steps):
     for case, density in ((scope, 0.2), (fast, 0.18)):
         assert case["density"] == density and case["measured_density"] == pytest.approx(density, rel=0.05)
         assert case["times_faster"] == pytest.approx(dense["run_s"] / case["run_s"])
+
+
+@pytest.mark.parametrize("model, branches", [("ltx-2", 2), ("minimax-h3", 1)])
+def test_other_shapes(tmp_path, model, branches):
+    """Another grid, without dense steps: a run is one first pass and warm ones."""
+    if not hasattr(diffusers, "LTX2VideoTransformer3DModel"):
+        pytest.skip("diffusers does not have it")
+    path = tmp_path / "steps.json"
+    done = subprocess.run([sys.executable, SCRIPT, "--small", "--model", model, "--steps", "8", "--grid", "2x8x10", "--modes", "compiled",
+                           "--variants", "scope-mean:target_density=0.3+dense_steps=0", "--json", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(path.read_text())
+    assert data["grid"] == [2, 8, 10] and data["tokens"] == 160 and data["branches"] == branches
+    dense, ours = data["cases"]
+    assert ours["measured_density"] == pytest.approx(0.3, rel=0.1) and ours["dense_pass_s"] is None and ours["dense_layers"] == 1
+    assert ours["run_s"] == pytest.approx(branches * (ours["first_pass_s"] + 7 * ours["warm_pass_s"]))
 
 
 @pytest.mark.parametrize("given, told", [(["--modes", "compiled,eager"], "--modes"), (["--layers", "1"], "--layers"),

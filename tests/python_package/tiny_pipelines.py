@@ -19,7 +19,12 @@ def randn(*shape, generator=None):
 
 
 def ready(transformer):
-    return transformer.eval().to(DEVICE, DTYPE)
+    """As from_pretrained gives it: what diffusers keeps in f32 is."""
+    transformer.eval().to(DEVICE, DTYPE)
+    for name, parameter in transformer.named_parameters():
+        if not set(name.split(".")).isdisjoint(getattr(transformer, "_keep_in_fp32_modules", None) or ()):
+            parameter.data = parameter.data.float()
+    return transformer
 
 
 def wan_transformer(seed=0, layers=3, in_channels=4, heads=2):
@@ -171,3 +176,178 @@ def make_minimax(pipe, batch=1, seed=0, steps=STEPS):
                 timesteps=pipe.scheduler.timesteps, row_timestep_plan=[(timestep[None], rows) for timestep in pipe.scheduler.timesteps],
                 audio_timesteps=pipe.audio_scheduler.timesteps,
                 denoiser_input_fields={name: x.to(DEVICE) for name, x in layout.items()}).get("latents").clone()
+
+
+class Loop:
+    """A denoising loop over a real transformer and scheduler, for pipelines that would also need images, encoders and a VAE."""
+
+    def __init__(self, transformer, given, latents=(4, 4, 16, 16), condition=0, branches=("cond", "uncond")):
+        self.transformer, self.scheduler = transformer, FlowMatchEulerDiscreteScheduler(shift=3.0)
+        self.given, self.latents, self.condition, self.branches = given, latents, condition, branches  # channels of a condition
+        self.components = {"transformer": transformer}
+
+    @torch.no_grad()
+    def __call__(self, batch=1, seed=0, steps=STEPS):
+        generator = torch.Generator().manual_seed(seed)
+        latents = randn(batch, *self.latents, generator=generator)
+        condition = randn(batch, self.condition, *self.latents[1:], generator=generator)
+        inputs = {branch: self.given(batch, generator) for branch in self.branches}
+        self.scheduler.set_timesteps(steps, device=DEVICE)
+        for timestep in self.scheduler.timesteps:
+            noise = []
+            for branch in self.branches:
+                with self.transformer.cache_context(branch):
+                    noise.append(self.transformer(hidden_states=torch.cat([latents, condition], 1) if self.condition else latents,
+                                                  timestep=timestep.expand(batch).to(DTYPE), **inputs[branch]).sample)
+            latents = self.scheduler.step(sum(noise) / len(noise), timestep, latents).prev_sample
+        return latents
+
+
+def run_loop(pipe, **options):
+    return pipe(**options)
+
+
+WAN_SHAPE = dict(patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=24, in_channels=4, out_channels=4, text_dim=16,
+                 freq_dim=32, ffn_dim=64, num_layers=3)
+
+
+def wan_animate():
+    """Text by cross-attention, a pose for all frames but the first, and a face that the first block looks at."""
+    from diffusers import WanAnimateTransformer3DModel
+    torch.manual_seed(8)
+    transformer = ready(WanAnimateTransformer3DModel(
+        **{**WAN_SHAPE, "in_channels": 12}, latent_channels=4, image_dim=None, motion_encoder_size=16, motion_style_dim=8, motion_dim=4,
+        motion_encoder_dim=8, motion_encoder_channel_sizes={str(2**i): 8 for i in range(2, 5)}, face_encoder_hidden_dim=8,
+        face_encoder_num_heads=2, inject_face_latents_blocks=3))
+
+    def given(batch, generator):
+        return dict(encoder_hidden_states=randn(batch, 6, 16, generator=generator),
+                    pose_hidden_states=randn(batch, 4, 3, 16, 16, generator=generator),
+                    face_pixel_values=randn(batch, 3, 12, 16, 16, generator=generator))
+
+    return Loop(transformer, given, condition=8)
+
+
+def chronoedit():
+    from diffusers import ChronoEditTransformer3DModel
+    torch.manual_seed(9)
+    return Loop(ready(ChronoEditTransformer3DModel(**WAN_SHAPE)),
+                lambda batch, generator: dict(encoder_hidden_states=randn(batch, 6, 16, generator=generator)))
+
+
+def skyreels():
+    from diffusers import SkyReelsV2Pipeline, SkyReelsV2Transformer3DModel
+    torch.manual_seed(10)
+    pipe = SkyReelsV2Pipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=wan_scheduler(),
+                              transformer=ready(SkyReelsV2Transformer3DModel(**WAN_SHAPE)))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def framepack():
+    """3 frames of history behind the video, an image before the text, of which the last tokens are padding."""
+    from diffusers import HunyuanVideoFramepackTransformer3DModel
+    torch.manual_seed(11)
+    transformer = ready(HunyuanVideoFramepackTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=24, num_layers=2, num_single_layers=1,
+        num_refiner_layers=1, patch_size=2, text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 10, 10),
+        image_condition_type=None, has_image_proj=True, image_proj_dim=8, has_clean_x_embedder=True))
+
+    def given(batch, generator):
+        indices = torch.arange(12)
+        history = {f"latents_{name}": randn(batch, 4, frames, 16, 16, generator=generator)
+                   for name, frames in (("clean", 1), ("history_2x", 2), ("history_4x", 4))}
+        return dict(encoder_hidden_states=randn(batch, 10, 16, generator=generator), pooled_projections=randn(batch, 8, generator=generator),
+                    encoder_attention_mask=(torch.arange(10)[None] < torch.tensor([7, 4])[:batch, None]).to(DEVICE),
+                    image_embeds=randn(batch, 5, 8, generator=generator), guidance=torch.full((batch,), 6000.0).to(DEVICE, DTYPE),
+                    indices_latents=indices[:4], indices_latents_clean=indices[4:5], indices_latents_history_2x=indices[5:7],
+                    indices_latents_history_4x=indices[7:11], **history)
+
+    return Loop(transformer, given)
+
+
+def kandinsky():
+    """Latents with their channels last."""
+    from diffusers import Kandinsky5Transformer3DModel
+    torch.manual_seed(12)
+    transformer = ready(Kandinsky5Transformer3DModel(
+        in_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=32, out_visual_dim=4, patch_size=(1, 2, 2), model_dim=48, ff_dim=64,
+        num_text_blocks=1, num_visual_blocks=3, axes_dims=(8, 8, 8)))
+    for weight in transformer.parameters():
+        if not weight.any():  # of gates, which would leave every block out
+            torch.nn.init.normal_(weight, std=0.1)
+
+    def given(batch, generator):
+        return dict(encoder_hidden_states=randn(batch, 6, 16, generator=generator), pooled_projections=randn(batch, 8, generator=generator),
+                    visual_rope_pos=[torch.arange(n, device=DEVICE) for n in (4, 8, 8)], text_rope_pos=torch.arange(6, device=DEVICE))
+
+    return Loop(transformer, given, latents=(4, 16, 16, 4))
+
+
+def ltx():
+    from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+    torch.manual_seed(13)
+    transformer = ready(LTXVideoTransformer3DModel(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=24,
+                                                   cross_attention_dim=48, num_layers=3, caption_channels=16))
+    pipe = LTXPipeline(scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=None, text_encoder=None, tokenizer=None,
+                       transformer=transformer)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def text_with_masks(batch, tokens, channels, generator):
+    """Two prompts, as LTX's pipelines take them."""
+    given = {}
+    for name in ("", "negative_"):
+        given[f"{name}prompt_embeds"] = randn(batch, tokens, channels, generator=generator)
+        given[f"{name}prompt_attention_mask"] = torch.ones(batch, tokens, dtype=torch.long, device=DEVICE)
+    return given
+
+
+def make_ltx(pipe, batch=1, seed=0, steps=STEPS):
+    """256 tokens of 4x8x8; both branches are one batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return pipe(**text_with_masks(batch, 6, 16, generator), height=256, width=256, num_frames=25, num_inference_steps=steps,
+                guidance_scale=3.0, generator=generator, output_type="latent").frames
+
+
+class LtxSizes(torch.nn.Module):
+    """What LTX-2's pipeline asks its VAEs beside decoding."""
+
+    device, dtype = torch.device(DEVICE), DTYPE
+    spatial_compression_ratio, temporal_compression_ratio, mel_compression_ratio = 32, 8, 4
+
+    def __init__(self, channels, **config):
+        super().__init__()
+        self.latents_mean, self.latents_std = torch.zeros(channels, device=DEVICE), torch.ones(channels, device=DEVICE)
+        self.config = types.SimpleNamespace(scaling_factor=1.0, **config)
+
+
+def ltx2(gated=True, perturbed=True):
+    """Video and audio streams; guidance by a block that is left out and by streams apart, as LTX-2.3 has it."""
+    from diffusers import LTX2Pipeline, LTX2VideoTransformer3DModel
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+    torch.manual_seed(14)
+    transformer = ready(LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=24, cross_attention_dim=48, audio_in_channels=128,
+        audio_out_channels=128, audio_num_attention_heads=2, audio_attention_head_dim=12, audio_cross_attention_dim=24, num_layers=3,
+        caption_channels=16, gated_attn=gated, audio_gated_attn=gated, perturbed_attn=perturbed))
+    connectors = ready(LTX2TextConnectors(
+        caption_channels=16, text_proj_in_factor=1, video_connector_num_attention_heads=2, video_connector_attention_head_dim=8,
+        video_connector_num_layers=1, video_connector_num_learnable_registers=None, audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=8, audio_connector_num_layers=1, audio_connector_num_learnable_registers=None))
+    pipe = LTX2Pipeline(scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=LtxSizes(4),
+                        audio_vae=LtxSizes(128, sample_rate=16000, mel_hop_length=160, mel_bins=64, latent_channels=8),
+                        text_encoder=None, tokenizer=None, connectors=connectors, transformer=transformer, vocoder=None)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_ltx2(pipe, batch=1, seed=0, steps=STEPS, **options):
+    """256 tokens of 4x8x8, and 13 of audio in a stream of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    given = dict(guidance_scale=3.0, stg_scale=1.0, modality_scale=2.0, spatio_temporal_guidance_blocks=[1])
+    if not pipe.transformer.config.perturbed_attn:
+        given.update(stg_scale=0.0, audio_stg_scale=0.0, spatio_temporal_guidance_blocks=None)
+    return pipe(**text_with_masks(batch, 6, 16, generator), height=256, width=256, num_frames=25, num_inference_steps=steps,
+                generator=generator, output_type="latent", **{**given, **options}).frames

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import scope_attn
 
-from .. import _diffusers
+from ..hosts import diffusers as host
 from .profile import Profile
 from .results import Clip, Results, cropped, write_whole
 from .settings import Method, Refused, Setting
@@ -83,7 +83,7 @@ class Maker:
         else:
             self.pipe.to(device)
         self.pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
-        self.transformers = list(_diffusers.transformers_of(self.pipe).values())
+        self.transformers = list(host.transformers_of(self.pipe).values())
         self.fixed: dict[str, Any] = dict(width=options.size[0], height=options.size[1], num_frames=options.frames, **setting.guidance)
         if options.negative_prompt:
             self.fixed["negative_prompt"] = options.negative_prompt
@@ -145,7 +145,7 @@ class Maker:
             settings.setdefault("target_density", self.options.target_density)
         profile = self.options.profile or self.results.profile
         if method.name == "svoo" and profile.exists():
-            family = _diffusers.family_of(self.pipe)
+            family = host.family_of(self.pipe)
             settings.update(profile=str(profile), layers=1 + max(family.depths_of(self.pipe.transformer)))
         scope_attn.enable(self.pipe, method.name, min_tokens=self.options.min_tokens, **settings)
         self.enabled = True

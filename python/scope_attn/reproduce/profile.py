@@ -27,19 +27,19 @@ class Profile:
     """Watches an enabled pipeline that makes one video."""
 
     def __init__(self, pipe):
-        from .. import _diffusers
+        from ..hosts import diffusers as host
         self.rows: dict[tuple[int, int], torch.Tensor] = {}  # by step and layer, on the device: nothing waits for it
-        for _, processor in _diffusers.processors_of(pipe):
+        for _, processor in host.processors_of(pipe):
             processor.attend_heads = self.watched(processor)
 
     def watched(self, processor):
         own = processor.attend_heads
 
         def attend_heads(q, k, v, mask, scale, parallel):
-            place = processor.expert.place
-            if place.branch != "uncond":
-                video = slice(q.shape[1] - place.text_tokens)  # text stands behind it
-                self.rows[place.step, processor.depth] = densities(q[0, video], k[0, video])
+            expert = processor.expert
+            if expert.branch_now != "uncond":
+                video = slice(q.shape[1] - expert.text[0])  # text stands behind it
+                self.rows[processor.run.session.video.step, processor.depth] = densities(q[0, video], k[0, video])
             return own(q, k, v, mask, scale, parallel)
 
         return attend_heads

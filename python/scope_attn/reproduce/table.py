@@ -4,7 +4,7 @@ from __future__ import annotations
 import statistics
 from typing import Any, Optional
 
-from .results import Results, ffmpeg
+from .results import Results
 from .settings import COLUMNS, DIMENSIONS, LPIPSES, PAPER_COLUMNS, PAPER_METHODS, SETTINGS, SSIMS, Method
 
 HEADINGS = dict(psnr="PSNR", ssim="SSIM", ssim_box="SSIM box", lpips_alex="LPIPS Alex", lpips_vgg="LPIPS VGG", lpips_svg2="LPIPS SVG2",
@@ -42,12 +42,14 @@ def rows(results: Results, methods: list[Method], clips: int, setting: str) -> l
     return found
 
 
-def notes(results: Results, methods: list[Method], packages: dict[str, Any]) -> list[str]:
+def notes(results: Results, methods: list[Method], clips: int, packages: dict[str, Any]) -> list[str]:
     """What is missing in the table, and how to have it."""
     said = [f"{what}: pip install {package}, here or where --metrics-python points, and run this again."
             for package, what in (("lpips", "LPIPS"), ("vbench", "ImageQual, AesQual, SubConsist, BackConsist")) if not packages[package]]
-    if packages["vbench"] and not ffmpeg():
-        said.append("ImageQual, AesQual, SubConsist, BackConsist: VBench reads clip.mp4, and ffmpeg was not installed.")
+    bare = [method.label for method in methods if not all((results.video(method.label, i) / "clip.mp4").exists() for i in range(clips))]
+    if packages["vbench"] and bare:
+        said.append(f"ImageQual, AesQual, SubConsist, BackConsist of {', '.join(bare)}: VBench reads clip.mp4, which ffmpeg did not make of every "
+                    "video: install ffmpeg, remove the folders of those videos, and run this again.")
     left_out = [note for method in methods for note in results.read(results.left_out(method.label)) or []]
     return said + list(dict.fromkeys(left_out))
 

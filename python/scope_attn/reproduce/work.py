@@ -85,7 +85,7 @@ def run(options):
         title = (f"{options.setting}: {options.model}, {options.size[0]}x{options.size[1]}, {options.frames} frames, "
                  f"{options.steps} steps, {len(clips)} prompts, dense attention {options.dense_backend}"
                  f"{', compiled' if options.compile else ''}, on {', '.join(machines)}")
-        text = table.text(found, title, skip, table.notes(results, methods, packages))
+        text = table.text(found, title, skip, table.notes(results, methods, len(clips), packages))
         write_json(options.out / "table.json", dict(about, rows=found))
         write_whole(options.out / "table.md", text)
         print(text, flush=True)

@@ -1,0 +1,262 @@
+"""What every host needs: a method for one model, and the states, schedule, text and receipt of each of its videos.
+
+A Session is one model with one method. A Video lives from its first call to its last. For each self-attention call the host
+says where it stands (Place) and which tokens are not the video's (Tokens), and hands in its own attention, which runs every
+call that stays dense.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import time
+import warnings
+from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Optional, Sequence
+
+from .. import _functions
+from .._plan import Handle, Plan, Reason, State, Stats, ranges_of, text_of
+from .._receipt import Call, Receipt
+
+# Below this many tokens dense attention is as fast, at density 0.2 (docs/when_it_pays.md).
+MIN_TOKENS = {"cpu": 4096, "cuda": 12288}
+WHY_DENSE = {
+    Reason.DENSE_METHOD: "the method is dense",
+    Reason.DENSE_LAYER: "the layer is below dense_layers",
+    Reason.DENSE_STEP: "the step is within dense_steps",
+    Reason.DENSE_LAST_STEP: "the step is within dense_last_steps",
+    Reason.DENSE_NOTHING: "no query or no key takes part in selection",
+    Reason.DENSE_OTHER: "the library says so",
+}
+
+
+class Place(NamedTuple):
+    """Where a call stands in a video."""
+
+    layer: int  # with a state of its own
+    step: int
+    branch: str = ""  # of guidance: each has states of its own, unless the method shares them
+    expert: str = "transformer"  # one of several transformers; the states of another are dropped
+    depth: Optional[int] = None  # the layer that dense_layers counts; None: `layer`
+
+
+class Tokens(NamedTuple):
+    """Which tokens of a call are not the video's, and which are padding."""
+
+    others: int = 0  # tokens of text, audio or images in each sample
+    bits: Any = None  # where they are, packed: every query sees them, and they see every valid key
+    lengths: Optional[Sequence[int]] = None  # of each sample: from there on is padding
+    valid_keys: Any = None  # packed: False is padding, before the lengths too
+
+
+class DenseCall(Exception):
+    """A call that the host's own attention has to run, for a reason that is no error."""
+
+
+def packed_range(batch: int, tokens: int, first: int, count: int) -> Any:
+    """Tokens first .. first + count of each sample, as bits."""
+    return _packed_range(batch, tokens, first, count)
+
+
+@functools.lru_cache(maxsize=16)
+def _packed_range(batch, tokens, first, count):
+    import torch
+    bits = torch.zeros(batch, tokens, dtype=torch.bool)
+    bits[:, first:first + count] = True
+    return _functions.pack_bits(bits)
+
+
+class Session(Handle):
+    """One model with one method, checked once: what cannot work is refused here, in words.
+
+    family: how the names of its rows in models() begin. rope: how many channels turn along T, H and W, or lists of channels,
+    or None. without_codes: why this model takes no method with codebooks; "": it takes them. target_density None: the
+    method's own. window: the part of the schedule that may be sparse, as shares (from, to) of its steps; from None: after the
+    model's dense steps. permanent: a context for memory that outlives a call (states, statistics), for hosts that follow
+    their allocations.
+    """
+
+    def __init__(self, *, family: str, layers: int, heads: int, dim: int, rope: Any, from_image: bool = False, experts: int = 1,
+                 method: str = "scope-mean", target_density: Optional[float] = None, model: Optional[str] = None,
+                 window: Optional[Sequence[Optional[float]]] = None, min_tokens: Optional[int] = None, strict: bool = True,
+                 without_codes: str = "", settings: Mapping[str, Any] = {}, warn: Callable[[str], None] = warnings.warn,
+                 permanent: Callable[[], ContextManager] = contextlib.nullcontext):
+        _functions.refuse_morton(method)
+        if min_tokens is not None and min_tokens < 0:
+            raise ValueError(f"min_tokens: got {min_tokens}, expected 0 or more")
+        self.method, self.rope, self.min_tokens, self.strict = method, rope, min_tokens, strict
+        self.warn, self.permanent = warn, permanent
+        if model is None:
+            row, self.why_model = _functions.model_fit(family, layers=layers, heads=heads, dim=dim, rope=rope_counts(rope),
+                                                       from_image=from_image, experts=experts)
+            self.model = row.name
+        else:
+            self.model, self.why_model = model, f"{model}: named by the caller"
+        # A "?" marks what the caller did not set: it is not refused where another setting makes it idle.
+        given = {"state_dtype?": "bf16", **settings, **window_settings(window, settings)}
+        defaults = {row.name: row.default for row in _functions.settings(method)}
+        if target_density is not None:
+            given["target_density"] = target_density
+        elif defaults["target_density"] != "none":  # a preset's, for the receipt
+            given.setdefault("target_density?", defaults["target_density"])
+        self.texts = tuple(f"{name}={text_of(value)}" for name, value in given.items())
+        self.settings = {name.rstrip("?"): value for name, value in given.items()}
+        chosen = {**defaults, **self.settings}
+        if without_codes and (chosen["proxy"], chosen["partition"]) == ("codes", "rope") and method != "dense":
+            raise ValueError(f'method: got "{method}", which codes keys along time, height and width; {without_codes}; choose '
+                             "scope-mean, fast or quality")
+        plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, method=method, model=self.model, **ranges_of(rope),
+                    **given)  # refuses unknown settings and bad values
+        self.density_over_heads = plan.setting("target_scope") == "sample" and (
+            plan.setting("rule") == "target" or any(plan.setting(name) != "none" for name in ("target_density", "density_steps")))
+        self.shares_branches = any(row.name == method and row.shares_branches for row in _functions.methods())
+        self.warned = False
+        self.video: Optional[Video] = None  # that runs now, for hosts that keep it here
+
+    def begin(self, steps: int, **about: Any) -> Video:
+        """A new video, which is the one that runs from now on."""
+        self.video = Video(self, steps, about)
+        return self.video
+
+    def video_at(self, step: int, steps: int) -> Video:
+        """The video that runs, for hosts that say no more than a step: one that falls begins another video.
+
+        steps 0: the host does not say how many there are.
+        """
+        if self.video is None or step < self.video.step or steps != self.video.steps:
+            self.begin(steps)
+        self.video.step = step
+        return self.video
+
+    def refuse(self, error: Exception):
+        """Raises it, or in lenient mode warns of the first."""
+        if self.strict:
+            raise error
+        if not self.warned:
+            self.warned = True
+            self.warn(f"scope_attn: the host's own attention runs in the place of sparse calls: {error}")
+
+    def least_tokens(self, q: Any) -> int:
+        return self.min_tokens if self.min_tokens is not None else MIN_TOKENS["cuda" if q.is_cuda else "cpu"]
+
+
+def rope_counts(rope: Any) -> tuple[int, int, int]:
+    """How many channels turn along T, H and W, as the known models have them; zeros: it is not said.
+
+    The row of MiniMax-H3, whose axes are lists of channels, does not say it either.
+    """
+    return (0, 0, 0) if not rope or isinstance(rope[0], tuple) else tuple(rope)
+
+
+def window_settings(window: Optional[Sequence[Optional[float]]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A sparse window, as the shares of dense steps before and after it."""
+    if window is None:
+        return {}
+    start, end = window
+    if not 0 <= (start or 0) < end <= 1:
+        raise ValueError(f"window: got {start} to {end}, expected shares of the steps, 0 <= from < to <= 1")
+    shares = {"dense_steps": start, "dense_last_steps": 1 - end}
+    for name, share in shares.items():
+        if share is not None and name in settings:
+            raise ValueError(f"window, {name}: both say which steps are dense; give one of them")
+    return {f"{name}?": share for name, share in shares.items() if share is not None}
+
+
+class Video(Handle):
+    """One video: its states by expert, branch and layer, and its receipt."""
+
+    def __init__(self, session: Session, steps: int, about: Mapping[str, Any]):
+        self.session, self.steps, self.step = session, steps, 0
+        self.states: dict[str, dict[tuple, State]] = {}  # by expert, of which one at a time has some
+        self.turns: collections.Counter = collections.Counter()
+        self.receipt = Receipt(**{**dict(
+            method=session.method, model=session.model, why_model=session.why_model, rope=session.rope, settings=dict(session.settings),
+            min_tokens=session.min_tokens, steps=steps, ranks=1, rank=0, rho_of_each_rank=False), **about})
+
+    def turn(self, *key: Any) -> int:
+        """How often this was asked before in the current step, for hosts that do not name branches."""
+        if self.turns["step"] != self.step:
+            self.turns.clear()
+            self.turns["step"] = self.step
+        self.turns[key] += 1
+        return self.turns[key] - 1
+
+    def attend(self, q: Any, k: Any, v: Any, place: Place, dense: Callable[[], Any], tokens: Callable[[], Tokens] = Tokens,
+               layout: str = "BNHD", scale: Optional[float] = None) -> Any:
+        """softmax(scale q k) v: sparse, or by `dense`, the host's own attention. The receipt notes it.
+
+        `tokens` may raise DenseCall, and what it refuses.
+        """
+        start, out, stats = now(q), None, None
+        try:
+            out, why, stats = self.sparse(q, k, v, place, tokens(), layout, scale)
+        except DenseCall as reason:
+            why = str(reason)
+        except (ValueError, TypeError, RuntimeError) as error:
+            self.session.refuse(error)
+            why = f"refused: {error}"
+        if out is None:
+            out = dense()
+        self.note(q, place, why, start, stats)
+        return out
+
+    def note(self, q: Any, place: Place, why: str, start: Any, stats: Any = None):
+        self.receipt.calls.append(Call(place.expert, place.layer, place.step, place.branch, why, stats, (start, now(q))))
+
+    def sparse(self, q, k, v, place: Place, tokens: Tokens, layout: str, scale: Optional[float]):
+        """The output, why the call is dense, and statistics. Output None: the host's attention is to run it."""
+        session, axis = self.session, 1 if layout == "BNHD" else 2
+        count, least = q.shape[axis] - tokens.others, session.least_tokens(q)
+        if count < least:
+            raise DenseCall(f"{count:,} tokens, min_tokens is {least:,}")
+        from .. import _torch
+        plan = _functions.plan_for(_torch, q, k, layout == "BNHD", tokens.bits is not None, session.method, session.model, session.rope,
+                                   session.texts)
+        at = dict(layer=place.layer if place.depth is None else place.depth, step=place.step, steps=self.steps or place.step + 1)
+        reason = plan.reason(**at)
+        if reason is not Reason.SPARSE and not plan.clusters(**at):
+            return None, WHY_DENSE[reason], None
+        given = dict(state=self.state(place, plan, q), layout=layout, scale=scale or 0.0, q_lengths=tokens.lengths, k_lengths=tokens.lengths,
+                     valid_keys=tokens.valid_keys, keep=tokens.bits, dense_queries=tokens.bits, **at)
+        if reason is not Reason.SPARSE:
+            plan.cluster(q, k, **given)
+            return None, WHY_DENSE[reason], None
+        with session.permanent():
+            stats = Stats(plan)
+        out = plan.run(q, k, v, stats=stats, **given)
+        if stats.reason is not Reason.SPARSE:
+            return None, WHY_DENSE[stats.reason], None
+        return out, "", stats
+
+    def state(self, place: Place, plan: Plan, q: Any) -> State:
+        """The state of a layer and branch; another shape or device has another."""
+        if place.expert not in self.states:
+            self.states = {place.expert: {}}  # experts run one after the other, and their states would not fit beside each other
+        states, key = self.states[place.expert], self.key(place, q)
+        if key not in states:
+            with self.session.permanent():
+                states[key] = State(plan if plan.state_bytes else None)
+        return states[key]
+
+    def key(self, place: Place, q: Any) -> tuple:
+        return "" if self.session.shares_branches else place.branch, place.layer, tuple(q.shape[:-1]), q.device
+
+    def drop_state(self, place: Place, q: Any):
+        """After a layer's last call, for hosts that need the memory before the video ends; shared states stay."""
+        if not self.session.shares_branches:
+            self.states.get(place.expert, {}).pop(self.key(place, q), None)
+
+    def drop_branch(self, branch: str):
+        """All states of a branch that does not come back."""
+        for states in self.states.values():
+            for key in [key for key in states if key[0] == branch]:
+                del states[key]
+
+
+def now(q: Any) -> Any:
+    """Seconds on the CPU, an event on a GPU, which nobody waits for."""
+    if not q.is_cuda:
+        return time.perf_counter()
+    import torch
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(q.device))
+    return event
