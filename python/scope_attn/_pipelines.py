@@ -8,7 +8,7 @@ from ._receipt import Receipt
 
 def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[float] = None, window: Optional[Sequence[float]] = None,
            min_tokens: Optional[int] = None, strict: bool = True, model: Optional[str] = None, **settings: Any) -> None:
-    """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2, VACE, Wan-Animate, SkyReels-V2, ChronoEdit,
+    """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2, VACE, Wan-Animate, SkyReels-V2, ChronoEdit, AnyFlow,
     HunyuanVideo, HunyuanVideo 1.5, Framepack, CogVideoX, MiniMax-H3, LTX-Video, LTX-2 and Kandinsky 5.
 
     target_density: the share of keys that attention is to keep; None: what the method's own rule keeps.

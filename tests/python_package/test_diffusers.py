@@ -42,6 +42,7 @@ NEWER = {  # what 0.36 does not have, by the class that tells
                                     "ltx-2.3": (tiny.ltx2, tiny.make_ltx2)},
     "WanAnimateTransformer3DModel": {"wan-animate": (tiny.wan_animate, tiny.run_loop)},
     "ChronoEditTransformer3DModel": {"chronoedit": (tiny.chronoedit, tiny.run_loop)},
+    "AnyFlowTransformer3DModel": {"anyflow": (tiny.anyflow, tiny.make_anyflow)},
     "SkyReelsV2Transformer3DModel": {"skyreels-v2": (tiny.skyreels, tiny.make_wan)},
     "HunyuanVideoFramepackTransformer3DModel": {"framepack": (tiny.framepack, tiny.run_loop)},
     "Kandinsky5Transformer3DModel": {"kandinsky-5": (tiny.kandinsky, tiny.run_loop)},

@@ -235,6 +235,20 @@ def chronoedit():
                 lambda batch, generator: dict(encoder_hidden_states=randn(batch, 6, 16, generator=generator)))
 
 
+def anyflow():
+    """Any number of steps; both branches are one batch, which has no name."""
+    from diffusers import AnyFlowPipeline, AnyFlowTransformer3DModel, FlowMapEulerDiscreteScheduler
+    torch.manual_seed(15)
+    pipe = AnyFlowPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=FlowMapEulerDiscreteScheduler(),
+                           transformer=ready(AnyFlowTransformer3DModel(**WAN_SHAPE)))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_anyflow(pipe, **options):
+    return make_wan(pipe, guidance_scale=2.0, **options)
+
+
 def skyreels():
     from diffusers import SkyReelsV2Pipeline, SkyReelsV2Transformer3DModel
     torch.manual_seed(10)

@@ -113,6 +113,7 @@ FAMILIES = {
     "WanAnimateTransformer3DModel": WAN,
     "SkyReelsV2Transformer3DModel": WAN._replace(without=why_causal),
     "ChronoEditTransformer3DModel": WAN,
+    "AnyFlowTransformer3DModel": WAN,
     "HunyuanVideoTransformer3DModel": HUNYUAN,
     "HunyuanVideoFramepackTransformer3DModel": HUNYUAN._replace(text=framepack_text),
     "HunyuanVideo15Transformer3DModel": Family(
