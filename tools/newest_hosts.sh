@@ -6,10 +6,11 @@ set -euo pipefail
 declare -A tests=(
   [diffusers]=tests/python_package/test_diffusers.py
   [sglang]=tests/hosts/test_sglang_real.py
+  [vllm_omni]=tests/hosts/test_vllm_omni_real.py
   [comfy_kitchen]=tests/hosts/test_comfy_kitchen_real.py
   [cache_dit]=tests/hosts/test_cache_dit_real.py
 )
-hosts=(diffusers sglang comfy_kitchen cache_dit)
+hosts=(diffusers sglang vllm_omni comfy_kitchen cache_dit)
 if [[ ${1:-} == --list ]]; then
   cd "$(dirname "$0")/.."
   for host in "${hosts[@]}"; do
