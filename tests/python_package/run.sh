@@ -18,10 +18,15 @@ cd "$work"
 python=venv/bin/python
 $python -c 'import scope_attn; assert [m.name for m in scope_attn.methods()][0] == "scope"'  # nothing but the package
 $python -m scope_attn.doctor
-# What libscope.so needs is what every Linux has.
+# What libscope.so needs is what every Linux has, from glibc 2.28 on.
 library=$($python -c 'from scope_attn import _c_api; print(_c_api.library().path)')
-if ldd "$library" | grep -v -e linux-vdso -e 'libm\.so' -e 'libc\.so' -e 'ld-linux' -e libpthread -e 'libdl\.so' -e 'librt\.so'; then
+if ldd "$library" | grep -v -e linux-vdso -e 'libm\.so' -e 'libc\.so' -e 'ld-linux' -e libpthread -e 'libdl\.so' -e 'librt\.so' -e libgcc_s; then
   echo "libscope.so needs more than the C library"
+  exit 1
+fi
+if newer=$(objdump -T "$library" | grep -E 'GLIBC_2\.(29|[3-9][0-9])\b'); then
+  echo "libscope.so needs a glibc newer than 2.28; src/capi/old_glibc.c leads functions to their older versions"
+  echo "$newer"
   exit 1
 fi
 "$pytorch/bin/python" - "$(echo venv/lib/python3*/site-packages)/pytorch.pth" <<'PATHS'
