@@ -1,4 +1,6 @@
 // Whole calls: plan, state, schedule, text, padding, batches, statistics, and what is refused; on the tested backend.
+#include <unistd.h>
+
 #include "call_support.h"
 
 namespace scope::test {
@@ -923,6 +925,61 @@ TEST(CallOnCpu, DenseCallsRefuseWhatSparseOnesDo) {
                 attend_selected(sparse, prepared.args, {labels.data(), mask.data(), nullptr});
               }),
               Status::non_finite);
+  }
+}
+
+// Tensors of more than 2^31 elements, of which each head's last tokens are valid: q, k and v are pages of zeros before them,
+// and one piece of memory stands behind all of out but its last piece. Keys are all kept, so sparse calls equal dense ones.
+TEST(CallOnCpu, MoreThanTwoToThe31Elements) {
+  constexpr int64_t kHeads = 17, kTokens = int64_t{1} << 19, kDim = 256, kValid = 40, kPiece = int64_t{1} << 26;
+  constexpr int64_t kBytes = kHeads * kTokens * kDim * 2;
+  const Inputs in(1, kHeads, kValid, kValid, kDim, 61, DType::f16);
+  const SparseMemory q(kBytes), k(kBytes), v(kBytes), out(kBytes);
+  const int piece = memfd_create("out", 0);
+  if (!q.ok() || !k.ok() || !v.ok() || !out.ok() || piece < 0) GTEST_SKIP() << "no address space";
+  ASSERT_EQ(ftruncate(piece, kPiece), 0);
+  for (int64_t at = 0; at + kPiece < kBytes; at += kPiece) {
+    void* const place = static_cast<std::byte*>(out.data()) + at;
+    ASSERT_EQ(mmap(place, kPiece, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, piece, 0), place);
+  }
+  close(piece);
+  const auto view = [&](const SparseMemory& memory) {
+    return TensorView{memory.data(), DType::f16, 1, kHeads, kTokens, kDim, kBytes / 2, kTokens * kDim, kDim};
+  };
+  for (const auto& [memory, values] : {std::pair{&q, &in.q}, {&k, &in.k}, {&v, &in.v}}) {
+    for (int64_t i = 0; i < std::ssize(*values); ++i) {
+      const int64_t head = i / (kValid * kDim), at = ((head + 1) * kTokens - kValid) * kDim + i % (kValid * kDim);
+      put(static_cast<std::byte*>(memory->data()), DType::f16, at, static_cast<double>((*values)[static_cast<size_t>(i)]));
+    }
+  }
+  const Context context(2);
+  const Plan small(context, method("dense"), in.shape());
+  const Result expected = run(small, in, {});
+  Shape shape = in.shape();
+  shape.q_tokens = shape.k_tokens = kTokens;
+  std::vector<uint32_t> valid(static_cast<size_t>(mask_words(kTokens)));
+  for (int64_t i = kTokens - kValid; i < kTokens; ++i) set_mask_bit(valid.data(), i);
+  for (const Settings& settings :
+       {method("dense"),
+        method("scope", {{"partition", "even:2"}, {"groups", "8"}, {"codes", "8"}, {"rule", "fixed"}, {"density", "1"}})}) {
+    const Plan plan(context, settings, shape);
+    std::vector<std::byte> workspace(static_cast<size_t>(plan.workspace_bytes));
+    CallArgs args;
+    args.q = view(q), args.k = view(k), args.v = view(v);
+    args.out = {out.data(), DType::f16, 1, kHeads, kTokens, kDim, kBytes / 2, kTokens * kDim, kDim};
+    args.valid_queries = args.valid_keys = valid.data();
+    args.workspace = workspace.data();
+    args.workspace_bytes = plan.workspace_bytes;
+    std::byte* const last = static_cast<std::byte*>(out.data()) + kBytes - kPiece;
+    std::memset(last, 0x7f, kPiece);
+    call(plan, args);
+    const int64_t padding = kPiece / 2 - kValid * kDim;
+    const float* const rows = expected.out.data() + (kHeads - 1) * kValid * kDim;
+    for (int64_t i = 0; i < kPiece / 2; ++i) {
+      const float want = i < padding ? 0 : rows[i - padding];
+      ASSERT_NEAR(f16_to_f32(reinterpret_cast<const uint16_t*>(last)[i]), want, limits().equal_out)
+          << settings.method->name << ' ' << i;
+    }
   }
 }
 

@@ -271,6 +271,8 @@ TEST(HunyuanOnCpu, FoldersThatAreWrong) {
   with("\"mlp_ratio\": 2.0", "\"mlp_ratio\": 0.05", "mlp_ratio: got 0.05, which leaves nothing of 12 channels");
   with("\"mlp_ratio\": 2.0", "\"mlp_ratio\": -1", "mlp_ratio");
   with("\"attention_head_dim\": 6", "\"attention_head_dim\": 8", "rope_axes_dim: got [2, 2, 2], expected even numbers");
+  with("\"rope_axes_dim\": [\n    2,\n    2,\n    2", "\"rope_axes_dim\": [2, 4, 8",
+       "rope_axes_dim: got [2, 4, 8], expected even numbers that add up to attention_head_dim 6");
   with("\"guidance_embeds\": true", "\"guidance_embeds\": false", "guidance_embedder");
   with("\"guidance_embeds\": true", "\"guidance_embeds\": 1", "guidance_embeds");
   with("\"in_channels\": 2", "\"in_channels\": 5", "in_channels: got 5, expected as many as the 2");

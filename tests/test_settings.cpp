@@ -1,6 +1,8 @@
 // Settings, methods, models and partitions: what is taken, what is refused and how it is said.
 #include <gtest/gtest.h>
 
+#include <charconv>
+#include <cmath>
 #include <map>
 #include <set>
 
@@ -20,6 +22,13 @@ std::string refusal(const std::function<void()>& body) {
     return error.what();
   }
   return "accepted";
+}
+
+// Not by std::stod: it reads a decimal comma where the locale has one.
+double number(const std::string& text) {
+  double value = NAN;
+  std::from_chars(text.data(), text.data() + text.size(), value);
+  return value;
 }
 
 TEST(Settings, RefusesValuesOutsideTheirRange) {
@@ -78,6 +87,42 @@ TEST(Settings, RefusesValuesOutsideTheirRange) {
     EXPECT_NE(said.find("expected"), std::string::npos) << said;
     EXPECT_EQ(get_setting(settings, name), before) << "a refused value must change nothing";
   }
+}
+
+// Of every number the ends that its row names, what lies beyond them, and that it moves no other setting.
+TEST(Settings, NumbersEndWhereTheirRowsSay) {
+  int numbers = 0;
+  for (const Setting& setting : settings_table()) {
+    const std::string values = setting.values.substr(setting.values.find(" | ") == std::string::npos ? 0 : 7);
+    const size_t dots = values.find("..");
+    std::vector<std::string> inside, outside;
+    if (dots != std::string::npos && !values.ends_with("...")) {
+      const std::string low = values.substr(0, dots), high = values.substr(dots + 2);
+      inside = {low, high};
+      outside = {std::to_string(std::stoll(low) - 1), std::to_string(std::stoull(high) + 1)};
+    } else if (values.ends_with(", 1]")) {
+      const std::string low = values.substr(1, values.find(',') - 1);
+      inside = {values[0] == '[' ? low : "0.000001", "1"};
+      outside = {values[0] == '[' ? (low == "0" ? "-0.000001" : "-1.000001") : "0", "1.000001"};
+    } else {
+      continue;
+    }
+    ++numbers;
+    Settings settings;
+    for (const std::string& value : inside) {
+      const Settings before = settings;
+      EXPECT_EQ(refusal([&] { set_setting(settings, setting.name, value); }), "accepted") << setting.name << "=" << value;
+      EXPECT_EQ(number(setting.get(settings)), number(value)) << setting.name;
+      for (const Setting& other : settings_table()) {
+        if (&other == &setting) continue;
+        EXPECT_EQ(other.get(settings), other.get(before)) << setting.name << " moves " << other.name;
+      }
+    }
+    for (const std::string& value : outside) {
+      EXPECT_NE(refusal([&] { set_setting(settings, setting.name, value); }), "accepted") << setting.name << "=" << value;
+    }
+  }
+  EXPECT_GE(numbers, 26) << "the texts of values are not read any more";
 }
 
 TEST(Settings, UnknownNamesListWhatExists) {
@@ -165,6 +210,7 @@ TEST(Partition, NamedOnesCoverEveryChannelOnce) {
   EXPECT_NE(random[0], rope[0]);
   EXPECT_EQ(random, make_partition("random:3", 128, {44, 42, 42}, 0));
   EXPECT_NE(random, make_partition("random:3", 128, {44, 42, 42}, 1));
+  EXPECT_EQ(make_partition("even:256", 256, {}, 0).size(), 256u);
   const Partition even = make_partition("even:3", 128, {}, 0);
   EXPECT_EQ(std::set<size_t>({even[0].size(), even[1].size(), even[2].size()}), std::set<size_t>({42, 43}));
 }

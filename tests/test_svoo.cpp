@@ -312,6 +312,8 @@ TEST(SvooOnCpu, RefusesProfilesThatAreNone) {
     EXPECT_NE(said(head + "0,2,0,0.5\n" + line + "\n0,2,1,0.5\n").find("line 3"), std::string::npos) << line;
   }
   EXPECT_NE(said(head + "0,2,0,0.5\n0,2,0,0.5\n").find("line 3"), std::string::npos);
+  const TextFile ends(head + "0,0,0,0\n1000000000,0,0,1\n");
+  EXPECT_EQ(read_profile(ends.path()).densities.at({1000000000, 0, 0}), 1);
   EXPECT_NE(said(head + "0,2,0,0.5\n0,2,1,0.5\n0,3,1,0.5\n").find("layer 3 has 1 of 2 heads"), std::string::npos);
 }
 

@@ -214,8 +214,11 @@ def make_cases(methods, able, dtypes, choices, files, backend, folder):
     cases += [Case("make-qkv", f"{dtype} {rope}", [["make-qkv", "--grid", "4x9x11", "--rope", rope, "--heads", 3, "--dtype", dtype, "--seed", 5,
                                                     "--threads", "2", "-o", "{out}/0.safetensors"]]) for dtype in dtypes for rope in ("44,42,42", "16,12,12")]
     model, video = f"{REPOSITORY}/tests/data/video/i2v_image_branch", f"{REPOSITORY}/tests/data/video/i2v_image_branch/case.safetensors"
-    cases += [Case("generate", method, [["generate", "--model", model, "--grid", "3x4x5", "--condition", video, "--noise", video, "--steps", 3,
-                                         "--method", method, *machine, "-o", "{out}/run"]]) for method in able]
+    small = ["--model", model, "--grid", "3x4x5", "--condition", video, "--noise", video]
+    if "cuda" in machine:  # its heads have 12 channels, which no GPU kernel takes
+        small = ["--model", f"{REPOSITORY}/models/tiny-wan", "--grid", "3x20x32", "--example", 0]
+    cases += [Case("generate", method, [["generate", *small, "--steps", 3, "--method", method, *machine, "-o", "{out}/run"]])
+              for method in able]
     return cases
 
 

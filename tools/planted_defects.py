@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools/planted_defects.toml"
 RESULTS = ROOT / "tools/planted_results.json"
 WORK = ROOT / "build/planted"
+HOSTS = ROOT / "build/hosts"  # where tests/hosts/run.sh installs them
 HELP = """
 The defects by hand are the rows of planted_defects.toml: a file, an exact text of it and what stands in its place. Beside them a
 seeded script draws places of src/**/*.cpp and python/**/*.py (a sign, a bound, an index, a constant). For each defect the
@@ -54,7 +55,7 @@ TESTS = {  # programs to try first for a file, by how its path begins; the first
     "src/cpu/bookkeeping": "test_bookkeeping$",
     "src/cpu": "test_rows$",
     "src/core": "test_(parallel|numeric)$",
-    "src/capi": "test_c_api$",
+    "src/capi": "test_(c_api|translate)$",
     "src/io/png": "test_png$",
     "src/io": "test_(io|temporary)$",
     "src/measure/video_quality": "test_video_quality$",
@@ -69,13 +70,14 @@ TESTS = {  # programs to try first for a file, by how its path begins; the first
     "cli": "python_(cli|generate|outputs|evaluate)",
 }
 PYTHON_TESTS = {
-    "integrations/comfyui": "comfyui",
-    "python/scope_attn/sglang": "sglang",
-    "python/scope_attn/reproduce": "reproduce_seeds reproduce",
-    "python/scope_attn/(_diffusers|_receipt|_pipelines|_processors)": "steps diffusers",
-    "python/scope_attn": "package sglang",
+    "(integrations/comfyui|python/scope_attn/hosts/comfyui)": "comfyui",
+    "python/scope_attn/reproduce": "reproduce_table reproduce_seeds reproduce",
+    "python/scope_attn/hosts/sglang": "hosts/sglang",
+    "python/scope_attn/hosts/vllm_omni": "hosts/vllm_omni",
+    "python/scope_attn/(hosts|_receipt|_pipelines)": "steps diffusers",
+    "python/scope_attn": "package steps",
 }
-PYTHON_REST = "package numpy sglang comfyui steps reproduce_seeds reproduce diffusers torch ranks"
+PYTHON_REST = "package numpy hosts/sglang hosts/vllm_omni comfyui steps reproduce_table reproduce_seeds reproduce diffusers torch ranks"
 # Of ctest, in this order: what takes minutes comes last, and what no defect here can touch not at all.
 SLOW = "python_(ablate|generate|inputs|campaign|outputs|checkpoint|known|steps|hunyuan)|install"
 NEVER = "missing_header|python_planted"
@@ -90,7 +92,7 @@ class Defect:
     new: str
     why: str = ""
     first: str = ""  # ctest's regular expression, or pytest files of tests/python_package by what follows test_, with cases as in
-    # diffusers:vace,scale; package: python_package of ctest
+    # diffusers:vace,scale; package: python_package of ctest; hosts/sglang: tests/hosts/test_sglang_real.py
     line: int = 0  # of a drawn one
     program: str = ""  # of a kernel's: the test that is to catch it; `first` is then where a header's defect is compiled
 
@@ -298,18 +300,25 @@ class Tree:
         return " ".join([*(failed[:1] or ["ctest"]), *case[:1]])
 
     def try_pytest(self, first: str, whole: bool) -> tuple[str, str]:
-        environment = {**self.environment, "PYTHONPATH": str(self.path / "python"), "SCOPE_LIBRARY": str(self.library)}
+        environment = {**self.environment, "SCOPE_LIBRARY": str(self.library)}
         rest = [name for name in PYTHON_REST.split() if name not in first.split()]
         with self.log.open("w") as log:
             for name in rest if whole else first.split():
                 name, _, cases = name.partition(":")
+                path = str(self.path / "python")
                 words = [self.python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/python_package/test_{name}.py"]
                 words += ["-k", cases.replace(",", " or ")] if cases else []
                 if name == "package":
                     words = ["/usr/bin/python3", "tests/python/check_package.py"]
+                if name.startswith("hosts/"):
+                    host = HOSTS / name.removeprefix("hosts/")
+                    if not host.is_dir():
+                        raise ValueError(f"{host} is not there: tests/hosts/install.sh PYTORCH_VENV {HOSTS} puts it there")
+                    words[words.index(f"tests/python_package/test_{name}.py")] = f"tests/hosts/test_{host.name}_real.py"
+                    path = f"{path}:{host}"
                 before = log.tell()
                 try:
-                    status = command(words, LIMITS["first"], log, cwd=self.path, env=environment)
+                    status = command(words, LIMITS["first"], log, cwd=self.path, env={**environment, "PYTHONPATH": path})
                 except Stopped:
                     return "caught", f"a hang of test_{name}"
                 if status not in (0, 5):  # 5: there was nothing to run
@@ -331,7 +340,7 @@ class Tree:
 def area(file: str) -> str:
     for start, name in (("src/cpu", "stages on the CPU"), ("src/pipeline", "pipeline"), ("src/capi", "C ABI"), ("src/io", "files"),
                         ("src/measure", "measures"), ("src/video", "native runner"), ("cli", "command"), ("src/cuda", "kernels"),
-                        ("integrations", "hosts"), ("python/scope_attn/(sglang|_diffusers|_receipt|_processors|_pipelines)", "hosts"),
+                        ("integrations", "hosts"), ("python/scope_attn/(hosts|_receipt|_pipelines)", "hosts"),
                         ("python/scope_attn/reproduce", "reproduce"), ("python", "Python package"), ("src", "methods and core")):
         if re.match(start, file):
             return name

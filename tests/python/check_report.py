@@ -40,10 +40,12 @@ def run_json(method, density, apart=None):
         mean = 1.0 if dense else density + 0.01 * index
         heads = {} if apart is None else {"head_density": [1, 1] if dense else [mean - apart, mean + apart]}
         return {"density": mean, "k_head": [0, 0] if dense else [40 + step, 50 + index], "dense": dense,
-                "attention_seconds": 0.1, "selection_seconds": 0.02} | heads
+                "attention_seconds": 0.3 if method == "dense" else 0.1, "selection_seconds": 0 if dense else 0.02} | heads
 
     return {"model": "m", "method": method, "settings": {"rho": "0.9", "groups": "auto" if method == "dense" else "30", "seed": "3"}, "grid": [5, 7, 10],
-            "steps": 4, "seed": 7, "density": density, "seconds": {"total": 8.5, "dense_prefix": 4, "sparse_attention": 2, "selection": 1, "rest": 1.5},
+            "steps": 4, "seed": 7, "density": density,
+            "seconds": {"total": 17 if method == "dense" else 8.5, "dense_prefix": 12.5 if method == "dense" else 4, "sparse_attention": 2,
+                        "selection": 1, "rest": 1.5},
             "layers": [[layer(step, index) for index in range(3)] for step in range(4)]}
 
 
@@ -112,6 +114,11 @@ with tempfile.TemporaryDirectory() as folder:
     assert data["runs"][0]["quality"] is None and data["runs"][1]["quality"]["frames"][1]["psnr"] is None
     mse = [((a.astype(float) - b) ** 2).mean() / 255**2 for a, b in zip(dense, far)]
     assert abs(data["runs"][2]["quality"]["psnr"] - np.mean([-10 * np.log10(m) for m in mse[2:]])) < 1e-9
+    # The printed table: 6 of 12 calls ran sparse, in 0.12 s each, which took 0.3 s densely.
+    table = [line.split() for line in result.stdout.splitlines()[2:5]]
+    near_dense, unknown = ([f"{run['quality']['psnr']:.2f}", "dB", f"{run['quality']['ssim']:.4f}"] for run in data["runs"][1:])
+    assert table == [["Dense", "1.000", "17.0", "s"], [nasty, "0.200", *near_dense, "8.5", "s", "2.00x", "0.7", "s", "2.50x"],
+                     ["far", *unknown]], result.stdout
     # Sparse calls alone: layers 1 and 2 of steps 1 to 3.
     assert data["runs"][0]["density"] == 1 and abs(data["runs"][1]["density"] - 0.215) < 1e-12 and data["runs"][2]["density"] is None
     assert [len(row["images"]) for row in data["clusters"][0]["rows"]] == [5, 5, 5]
