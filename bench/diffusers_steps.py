@@ -1,10 +1,11 @@
-r"""Times passes of diffusers' transformers in the shapes of Wan2.1 14B and HunyuanVideo 13B at 720p, dense and enabled; writes JSON.
+r"""Times passes of diffusers' transformers in the shapes of video models, dense and enabled; writes JSON.
 
     SCOPE_LIBRARY=build/cuda/libscope.so PYTHONPATH=python python3 bench/diffusers_steps.py --model wan2.1-t2v-14b \
         --json bench/results/h200_diffusers_wan.json              (two minutes for Wan, three for HunyuanVideo, more with --repeat)
+    … --model ltx-2 --grid 16x34x60 --layers 8 --variants scope-mean:target_density=0.1+dense_steps=0    another length, a part of the layers
     … --small                                                     tiny shapes on the CPU, to see that it runs
 
-A pass is one forward of the transformer for one branch, and a step has one for each branch: two in Wan, one in HunyuanVideo. Dense
+A pass is one forward of the transformer for one branch, and a step has one for each branch: two in Wan and LTX-2, one in the others. Dense
 passes are diffusers' own with cuDNN's attention; sparse ones those of scope_attn.enable: the first of a video, whose states are cold,
 and a warm one. A run is the schedule of the model's row, added up from them. Before anything is timed a pass of two layers of each
 kind runs at the same size, so that no kernel is loaded and no graph compiled inside what counts. Weights and inputs are random and
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import diffusers
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoTransformer3DModel, WanTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch._dynamo.utils import counters
 
 import provenance
@@ -32,28 +33,62 @@ class Kind(NamedTuple):
     """What we know of a model; the defaults of its class are its shape."""
 
     row: str  # of scope_attn.models()
-    transformer: Any
+    transformer: str  # its class
     blocks: dict[str, str]  # lists of layers, and the options that say how many there are
     branches: int
     text: int  # tokens
     small: dict[str, Any]  # a tiny shape
-    inputs: Any  # of a Bench: what a pass takes beside latents, time and text
+    inputs: Any  # of a Bench: what a pass takes beside the time
+
+
+def wan_inputs(bench, text_dim="text_dim"):
+    frames, height, width = bench.grid
+    return dict(hidden_states=bench.draw(1, bench.config.in_channels, frames, 2 * height, 2 * width),
+                encoder_hidden_states=bench.draw(1, bench.kind.text, bench.config[text_dim]))
 
 
 def hunyuan_inputs(bench):
     """No text is padding, and guidance is embedded."""
-    return dict(encoder_attention_mask=torch.ones(1, bench.kind.text, device=bench.device, dtype=torch.int64),
+    return dict(**wan_inputs(bench, "text_embed_dim"),
+                encoder_attention_mask=torch.ones(1, bench.kind.text, device=bench.device, dtype=torch.int64),
                 pooled_projections=bench.draw(1, bench.config.pooled_projection_dim),
                 guidance=torch.full((1,), 6000.0, device=bench.device, dtype=bench.dtype))
 
 
+def ltx2_inputs(bench):
+    """Video in patches of one latent, and 126 tokens of audio in a stream of its own, as 121 frames have."""
+    frames, height, width = bench.grid
+    text = bench.draw(2, 1, bench.kind.text, bench.config.caption_channels)
+    return dict(hidden_states=bench.draw(1, bench.tokens, bench.config.in_channels), encoder_hidden_states=text[0],
+                audio_hidden_states=bench.draw(1, 126, bench.config.audio_in_channels), audio_encoder_hidden_states=text[1],
+                num_frames=frames, height=height, width=width, audio_num_frames=126)
+
+
+def minimax_inputs(bench):
+    """Text, 250 tokens of audio and the video, one after the other in one sequence."""
+    counts = {1: bench.kind.text, 2: 250, 0: bench.tokens}
+    tags = torch.cat([torch.full((count,), tag, device=bench.device) for tag, count in counts.items()])
+    places = torch.zeros(len(tags), 3, device=bench.device)
+    places[tags == 0] = torch.cartesian_prod(*(torch.arange(float(n), device=bench.device) for n in bench.grid))
+    where = {name: (tags == tag).nonzero()[:, 0] for tag, name in enumerate(("video_indices", "text_indices", "audio_indices"))}
+    return dict(hidden_states=bench.draw(1, bench.tokens, 4 * bench.config.in_channels), encoder_hidden_states=bench.draw(
+        1, bench.kind.text, bench.config.text_dim), audio_hidden_states=bench.draw(1, 250, bench.config.audio_in_channels),
+                timestep_indices=torch.zeros_like(tags), token_tags=tags, position_ids=places, **where)
+
+
 KINDS = {
-    "wan2.1-t2v-14b": Kind("wan2.1-t2v-14b", WanTransformer3DModel, dict(blocks="num_layers"), branches=2, text=512, small=dict(
-        num_attention_heads=2, attention_head_dim=24, ffn_dim=64, text_dim=32, num_layers=3), inputs=lambda bench: {}),
-    "hunyuanvideo": Kind("hunyuanvideo-13b", HunyuanVideoTransformer3DModel, dict(
+    "wan2.1-t2v-14b": Kind("wan2.1-t2v-14b", "WanTransformer3DModel", dict(blocks="num_layers"), branches=2, text=512, small=dict(
+        num_attention_heads=2, attention_head_dim=24, ffn_dim=64, text_dim=32, num_layers=3), inputs=wan_inputs),
+    "hunyuanvideo": Kind("hunyuanvideo-13b", "HunyuanVideoTransformer3DModel", dict(
         transformer_blocks="num_layers", single_transformer_blocks="num_single_layers"), branches=1, text=256, small=dict(
         num_attention_heads=2, attention_head_dim=24, num_layers=3, num_single_layers=4, text_embed_dim=32, pooled_projection_dim=16,
         rope_axes_dim=(4, 10, 10)), inputs=hunyuan_inputs),
+    "ltx-2": Kind("ltx-2", "LTX2VideoTransformer3DModel", dict(transformer_blocks="num_layers"), branches=2, text=1024, small=dict(
+        num_attention_heads=2, attention_head_dim=24, cross_attention_dim=48, audio_num_attention_heads=2, audio_attention_head_dim=12,
+        audio_cross_attention_dim=24, caption_channels=32, num_layers=3), inputs=ltx2_inputs),
+    "minimax-h3": Kind("minimax-h3", "MiniMaxH3Transformer3DModel", dict(transformer_blocks="num_layers"), branches=1, text=454, small=dict(
+        num_attention_heads=2, attention_head_dim=32, hidden_size=48, num_refiner_layers=1, ffn_dim=64, text_dim=16, freq_dim=32,
+        time_embed_hidden_dim=32, time_embed_dim=16, rope_freq_dim=4, num_layers=3), inputs=minimax_inputs),
 }
 
 
@@ -75,7 +110,7 @@ class Bench:
         self.row = next(row for row in scope_attn.models() if row.name == self.kind.row)
         self.steps = options.steps or self.row.steps
         self.device, self.dtype = ("cuda", torch.bfloat16) if self.cuda else ("cpu", torch.float32)
-        self.grid = self.row.grid if self.cuda else (3, 8, 8)
+        self.grid = options.grid or (self.row.grid if self.cuda else (3, 8, 8))
         self.tokens = self.grid[0] * self.grid[1] * self.grid[2]
         self.transformer = self.make_transformer()
         self.config, self.pipe = self.transformer.config, Pipeline(self.transformer)
@@ -85,10 +120,7 @@ class Bench:
             for name in self.kind.blocks:
                 for block in getattr(self.transformer, name):
                     block.register_forward_pre_hook(without_mask)
-        frames, height, width = self.grid
-        text_dim = self.config.text_dim if "text_dim" in self.config else self.config.text_embed_dim
-        self.inputs = dict(hidden_states=self.draw(1, self.config.in_channels, frames, 2 * height, 2 * width),
-                           encoder_hidden_states=self.draw(1, self.kind.text, text_dim), **self.kind.inputs(self))
+        self.inputs = self.kind.inputs(self)
 
     def draw(self, *shape):
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -101,7 +133,7 @@ class Bench:
         torch.manual_seed(0)
         torch.set_default_dtype(self.dtype)
         with torch.device(self.device):
-            transformer = self.kind.transformer(**shape).eval().requires_grad_(False)
+            transformer = getattr(diffusers, self.kind.transformer)(**shape).eval().requires_grad_(False)
         torch.set_default_dtype(torch.float32)
         for name, parameter in transformer.named_parameters():
             if not set(name.split(".")).isdisjoint(transformer._keep_in_fp32_modules or ()):
@@ -113,7 +145,7 @@ class Bench:
         scheduler = self.pipe.scheduler
         scheduler.set_begin_index(0)
         scheduler._step_index = at
-        timestep = scheduler.timesteps[at].to(self.device).expand(1)
+        timestep = scheduler.timesteps[at].to(self.device, self.dtype if self.kind.row == "ltx-2" else None).expand(1)
         with self.transformer.cache_context("cond"):
             self.transformer(timestep=timestep, return_dict=False, **self.inputs)
         if self.cuda:
@@ -145,11 +177,11 @@ class Bench:
     def new_video(self):
         self.pipe.scheduler.set_timesteps(self.steps)
 
-    def case(self, mode, variant, settings, density, measured_density, repeat, dense_s, first_s, warm_s, run_s, runs_s):
-        """run_s: seconds of the schedule's passes by their medians, runs_s: by those of each repetition; a branch's."""
+    def case(self, mode, variant, settings, density, measured_density, repeat, dense_s, first_s, warm_s, run_s, runs_s, dense_layers=None):
+        """dense_layers: of a sparse pass; run_s: seconds of the schedule's passes by their medians, runs_s: by those of each repetition; a branch's."""
         runs_s = [self.kind.branches * seconds for seconds in (run_s, min(runs_s), max(runs_s))]
         return dict(mode=mode, variant=variant, settings=settings, density=density, measured_density=measured_density, repeat=repeat,
-                    dense_pass_s=dense_s, first_pass_s=first_s, warm_pass_s=warm_s, run_s=runs_s[0], run_range_s=runs_s[1:],
+                    dense_pass_s=dense_s, first_pass_s=first_s, warm_pass_s=warm_s, run_s=runs_s[0], run_range_s=runs_s[1:], dense_layers=dense_layers,
                     peak_bytes=torch.cuda.max_memory_allocated() if self.cuda else None)
 
     def dense(self, mode):
@@ -159,11 +191,12 @@ class Bench:
         seconds = statistics.median(passes)
         return self.case(mode, "dense", {}, None, None, len(passes), seconds, None, None, self.steps * seconds, [self.steps * s for s in passes])
 
-    def sparse_steps(self, method, settings):
-        """Those in which layers beyond the dense ones attend sparsely."""
-        plan = scope_attn.Plan(batch=1, heads=self.row.heads, q_tokens=self.tokens, k_tokens=self.tokens, dim=self.row.dim, rope=self.row.rope,
-                               method=method, model=self.row.name, **settings)
-        return [step for step in range(self.steps) if plan.reason(self.row.layers - 1, step, self.steps) is scope_attn.Reason.SPARSE]
+    def schedule(self, method, settings):
+        """Steps in which layers beyond the dense ones attend sparsely, and how many layers are dense."""
+        plan = scope_attn.Plan(batch=1, heads=self.row.heads, q_tokens=self.tokens, k_tokens=self.tokens, dim=self.row.dim,
+                               rope=self.row.rope if any(self.row.rope) else None, method=method, model=self.row.name, **settings)
+        sparse = [step for step in range(self.steps) if plan.reason(self.row.layers - 1, step, self.steps) is scope_attn.Reason.SPARSE]
+        return sparse, int(plan.setting("dense_layers"))
 
     def enabled(self, mode, variant):
         """A dense pass of the schedule, if it has any, the first sparse one and a warm one.
@@ -172,7 +205,7 @@ class Bench:
         for all of them; the first sparse one is warm then.
         """
         method, settings = parsed(variant)
-        sparse = self.sparse_steps(method, settings)
+        sparse, dense_layers = self.schedule(method, settings)
         dense = [step for step in range(self.steps) if step not in sparse]
         if len(sparse) < 2:
             sys.exit(f"--variants: {variant} has {len(sparse)} sparse steps of {self.steps}, expected at least 2")
@@ -189,7 +222,7 @@ class Bench:
         *dense_s, first_s, warm_s = medians = [statistics.median(column) for column in zip(*videos)]
         run = lambda passes: len(dense) * sum(passes[:-2]) + passes[-2] + (len(sparse) - 1) * passes[-1]
         return self.case(mode, variant, {"method": method, "model": self.row.name, **told}, float(told["target_density"]), receipt.density,
-                         len(videos), *(dense_s or [None]), first_s, warm_s, run(medians), [run(video) for video in videos])
+                         len(videos), *(dense_s or [None]), first_s, warm_s, run(medians), [run(video) for video in videos], dense_layers)
 
 
 def parsed(variant):
@@ -203,6 +236,8 @@ def main():
     parser.add_argument("--model", choices=KINDS, default="wan2.1-t2v-14b")
     parser.add_argument("--small", action="store_true", help="a tiny shape on the CPU")
     parser.add_argument("--layers", type=int, help="of each kind of block, at least 2, to try it; without it the whole model")
+    parser.add_argument("--grid", type=lambda text: tuple(map(int, text.split("x"))), help="tokens along T, H and W, as 21x45x80; "
+                        "without it the model's usual size")
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["eager", "compiled"],
                         help="eager, compiled or both, in this order; variants run in the last, dense attention in each")
     parser.add_argument("--variants", type=lambda text: text.split(","), default=["scope:target_density=0.2", "fast"],

@@ -5,6 +5,8 @@ import provenance
 from video_report import replace
 
 MODELS = {"wan": ("h200_steps_wan.json", "h200_diffusers_wan.json"), "hunyuan": ("h200_steps_hunyuan.json", "h200_diffusers_hunyuan.json")}
+LENGTHS = {"LTX-2": ("h200_ltx2_14080.json", "h200_ltx2_32640.json", "h200_ltx2_130560.json"),
+           "MiniMax-H3": ("h200_h3_38000.json", "h200_h3_96000.json")}
 PARTS = ("dense_attention", "attend", "selection", "linear", "rest")
 COLUMNS = ("", "density", "dense pass, s", "first sparse pass", "warm sparse pass", *(part.replace("_", " ") for part in PARTS), "whole run, s",
            "× compiled diffusers", "peak, GiB")
@@ -66,8 +68,34 @@ def section(load, names):
     return "\n".join(lines + [text, "", f"Source: {'; '.join(source(name, data) for name, data in found.items())}.", ""])
 
 
+def whole_model(data, case, dense):
+    """Seconds of a warm pass with all the model's layers, where a part of them ran: its dense layers, and the others."""
+    layer = dense["dense_pass_s"] / data["layers"]
+    if case is dense:
+        return data["model_layers"] * layer
+    sparse = (case["warm_pass_s"] - case["dense_layers"] * layer) / (data["layers"] - case["dense_layers"])
+    return case["dense_layers"] * layer + (data["model_layers"] - case["dense_layers"]) * sparse
+
+
+def lengths(load):
+    """Passes at several lengths, of models whose layers are all alike."""
+    lines = ["| | tokens | compiled dense, s | `scope-mean` at 0.10, s | times as fast | `fast`, s | times as fast |", "|---" * 7 + "|"]
+    sources, data = [], None
+    for title, names in LENGTHS.items():
+        for name in names:
+            data = load(name)
+            dense, mean, fast = data["cases"]
+            dense_s, *ours = (whole_model(data, case, dense) for case in (dense, mean, fast))
+            lines.append(f"| {title} | {data['tokens']:,} | {dense_s:.2f} | " + " | ".join(f"{s:.2f} | **{dense_s / s:.2f}×**" for s in ours) + " |")
+            sources.append(source(name, data))
+    return "\n".join([*lines, "", f"A warm pass of one branch with random weights. {data['layers']} layers ran, and were scaled up to the model's: its dense "
+                      "layer once (`fast` has none), the others in proportion. Dense attention is cuDNN's; no step is dense.", "",
+                      f"Source: {'; '.join(sources)}.", ""])
+
+
 def page(load, text):
     """The page with its tables anew."""
+    text = replace(text, "lengths", lengths(load))
     for part, names in MODELS.items():
         text = replace(text, part, section(load, names))
     return text
@@ -98,7 +126,7 @@ def headline(load):
 | preset `fast`: density 0.18, nothing dense | **{faster(wan, 'fast')}** | **{faster(hunyuan, 'fast')}** |
 | `scope` at density 0.20 after the model's dense steps | {faster(wan, paper)} | {faster(hunyuan, paper)} |
 
-Dense attention is cuDNN's. All {wan['layers']} and {hunyuan['layers']} layers ran with random weights, {repeats(wan)}, added up over the schedule; text encoding and the VAE are left out ([docs/real_scale.md](docs/real_scale.md)). How near to dense videos stay was judged on two small models: [docs/fidelity.md](docs/fidelity.md).
+Dense attention is cuDNN's. All {wan['layers']} and {hunyuan['layers']} layers ran with random weights, {repeats(wan)}{', of unknown spread' if wan['repeat'] == 1 else ''}, added up over the schedule; text encoding and the VAE are left out ([docs/real_scale.md](docs/real_scale.md)). How near to dense videos stay was judged on two small models: [docs/fidelity.md](docs/fidelity.md).
 """
 
 

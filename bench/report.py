@@ -142,7 +142,7 @@ def readme_table(f32, bf16, torch_data):
         lines.append(f"| {label}, over our dense | **{row(f32['cases'][index], name)['speedup']:.2f}×** | "
                      f"{row(bf16['cases'][index], name)['speedup']:.2f}× |")
     recall = row(short, "warm")["quality"]["mass_recall"]
-    return ("\n".join(lines) + f"\n\n{machine(f32)}; `rule=target`, groups and codes `auto`; mass recall {recall:.3f} at density 0.20 and "
+    return ("\n".join(lines) + f"\n\n{machine(f32)}; medians of {short['repeat']} runs, against PyTorch of {torch_data['repeat']}; `rule=target`, groups and codes `auto`; mass recall {recall:.3f} at density 0.20 and "
             f"{row(long, 'warm')['quality']['mass_recall']:.3f} at 0.15 on synthetic q, k, v. Settings, stages and sources: "
             "[docs/benchmarks.md](docs/benchmarks.md).")
 
@@ -321,7 +321,7 @@ def gpu_readme(data):
     first = data["cases"][0]["rows"]
     ratio = lambda name: " / ".join(f"{r['ratio']:.3f}" for r in first if r["name"] == name)
     return "\n".join(lines) + (
-        f"\n\nQueries form 300 groups; each group shares one list of keys. Dense attention by our kernel takes {ratio('dense, wgmma')} of cuDNN's time. With queries and keys multiplied in 8 bits (`products=qk8`) dense attention takes "
+        f"\n\nTimes are medians of {data['repeat']} calls; two such runs differ by 2–3 % ([docs/cuda.md](docs/cuda.md)). Queries form 300 groups; each group shares one list of keys. Dense attention by our kernel takes {ratio('dense, wgmma')} of cuDNN's time. With queries and keys multiplied in 8 bits (`products=qk8`) dense attention takes "
         f"{ratio('dense, qk8')} and `scope-mean` {ratio('scope-mean, target, qk8')} at densities {' / '.join(f'{d:.2f}' for d in densities_of(first))}, at "
         "[no loss that videos show](docs/fidelity.md#8-bit-products). Every row, stage and setting: [docs/benchmarks_gpu.md](docs/benchmarks_gpu.md).\n\n")
 

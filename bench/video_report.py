@@ -80,7 +80,7 @@ def readme(load):
                               "the keys that are dropped; –: not measured. Both models are small: clips-wan, "
                               "trained on real clips, is not in this repository; the bundled tiny-wan was trained on procedural ones. "
                               "No video of a full-size model was judged. The first 20 % of the steps and layer 0 are dense for every "
-                              "method; rows are selections on our kernel. Where it loses, and what was tried: [docs/fidelity.md](docs/fidelity.md); "
+                              "method; rows are selections on our kernel. Figures are means over seeds; their spread, where it loses, and what was tried: [docs/fidelity.md](docs/fidelity.md); "
                               "the paper's ablations: [docs/video_report.md](docs/video_report.md).\n\n")
 
 

@@ -26,6 +26,11 @@ timings h200_steps_wan 3*       Wan2.1 14B, native, medians of 3
 timings h200_steps_hunyuan 5*   HunyuanVideo 13B, native, medians of 3
 timings h200_diffusers_wan 4    Wan2.1 14B in diffusers, medians of 3
 timings h200_diffusers_hunyuan 6 HunyuanVideo 13B in diffusers, medians of 3
+timings h200_ltx2_14080 1       LTX-2 in diffusers, 8 of 48 layers, by length
+timings h200_ltx2_32640 1
+timings h200_ltx2_130560 2
+timings h200_h3_38000 1         MiniMax-H3 in diffusers, 8 of 50 layers, by length
+timings h200_h3_96000 2
 timings h200_python 1*          what a call from Python adds
 videos call_tiny_wan 1          all methods, the density solved in each call
 videos run_tiny_wan 2           all methods, one threshold for a run
@@ -42,7 +47,9 @@ videos rho_clips_wan 3
 videos partitions_clips_wan 5
 videos products_clips_wan 2
 videos presets_held_clips_wan_8 1 presets in 8 steps
-videos presets_held_clips_wan_4 1 presets in 4 steps'
+videos presets_held_clips_wan_4 1 presets in 4 steps
+videos presets_held_tiny_wan_8 1 presets in 8 steps
+videos presets_held_tiny_wan_4 1 presets in 4 steps'
 
 say() { if [ -n "$dry" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
 code_commit() { git log -1 --format=%H -- :/CMakeLists.txt :/include :/src :/cli :/models "$@"; }
@@ -69,6 +76,11 @@ steps() {  # RESULT MODEL
 diffusers() {  # RESULT MODEL
   local commit=$package_commit
   measure "$1" "$library" 0 in_python bench/diffusers_steps.py --model "$2" --repeat 3 --commit "$commit" --json "$results/$1.json"
+}
+length() {  # RESULT MODEL GRID
+  local commit=$package_commit
+  measure "$1" "$library" 0 in_python bench/diffusers_steps.py --model "$2" --grid "$3" --modes compiled --layers 8 --repeat 3 \
+    --variants scope-mean:target_density=0.1+dense_steps=0,fast --commit "$commit" --json "$results/$1.json"
 }
 calls() {  # RESULT OPTIONS
   measure "$1" "$library" 0 in_python bench/benchmarks_gpu.py --libscope "$library" --command "$scope" --repeat 5 --densities 0.2,0.1,0.05 \
@@ -115,6 +127,11 @@ both() {
   esac
 }
 
+few_steps() {  # RESULT SEEDS OPTIONS; the result's name ends in how many
+  ablate "$1" "$2" "${@:3}" --steps "${1##*_}" --no-control --density 0.2 \
+    --variants scope,scope-paper,svg2,scope-mean:dense_steps=0+dense_layers=0,fast,quality
+}
+
 clips_wan() {  # sets the model's folder and frames; frames 000, 040 and 100 to 103 are for choosing alone
   if [ -z "${CLIPS_WAN:-}" ]; then
     echo "CLIPS_WAN is not set: $1 is left out" >&2
@@ -135,6 +152,11 @@ part() {
     h200_steps_hunyuan) steps "$1" hunyuanvideo ;;
     h200_diffusers_wan) diffusers "$1" wan2.1-t2v-14b ;;
     h200_diffusers_hunyuan) diffusers "$1" hunyuanvideo ;;
+    h200_ltx2_14080) length "$1" ltx-2 16x22x40 ;;
+    h200_ltx2_32640) length "$1" ltx-2 16x34x60 ;;
+    h200_ltx2_130560) length "$1" ltx-2 16x68x120 ;;
+    h200_h3_38000) length "$1" minimax-h3 37x24x42 ;;
+    h200_h3_96000) length "$1" minimax-h3 37x36x72 ;;
     h200_python) overhead "$1" ;;
     video_gpu)
       profile tiny_wan --example 0
@@ -149,8 +171,8 @@ part() {
       both "$kind" "$1" 8 0.05,0.1,0.2 ;;
     presets_held_clips_wan_*)
       clips_wan "$1" || return 0
-      ablate "$1" 12 "${clips[@]}" --steps "${1##*_}" --no-control --density 0.2 \
-        --variants scope,scope-paper,svg2,scope-mean:dense_steps=0+dense_layers=0,fast,quality ;;
+      few_steps "$1" 12 "${clips[@]}" ;;
+    presets_held_tiny_wan_*) few_steps "$1" 8 ;;
     *_clips_wan)
       clips_wan "$1" || return 0
       more=
