@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "common.h"
+#include "core/nearest.h"
 #include "io/temporary.h"
 
 namespace {
@@ -96,12 +97,13 @@ int parse_error(const CLI::App& app, const CLI::ParseError& error) {
 
 void check_command(const CLI::App& app, int argc, char** argv) {
   if (argc < 2 || argv[1][0] == '-') return;
-  std::string names;
+  std::vector<std::string> names;
   for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
     if (command->get_name() == argv[1]) return;
-    names.append(names.empty() ? "" : ", ").append(command->get_name());
+    names.push_back(command->get_name());
   }
-  scope::fail(scope::Status::invalid_argument, "there is no command \"{}\"; there are {}", argv[1], names);
+  scope::fail(scope::Status::invalid_argument, "there is no command \"{}\"{}; there are {}", argv[1],
+              scope::did_you_mean(argv[1], {names.begin(), names.end()}), fmt::join(names, ", "));
 }
 
 int run(int argc, char** argv) {

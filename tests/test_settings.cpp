@@ -125,6 +125,29 @@ TEST(Settings, NumbersEndWhereTheirRowsSay) {
   EXPECT_GE(numbers, 26) << "the texts of values are not read any more";
 }
 
+TEST(Settings, NamesThatAreNearlyRightAreNamed) {
+  Settings settings;
+  const auto setting = [&](const char* name) { return refusal([&] { set_setting(settings, name, "1"); }); };
+  EXPECT_NE(
+      setting("target_desnity").find("there is no \"target_desnity\" (did you mean \"target_density\"?); there are group"),
+      std::string::npos)
+      << setting("target_desnity");
+  EXPECT_NE(setting("rhoo").find("(did you mean \"rho\"?)"), std::string::npos);
+  EXPECT_NE(setting("TAIL").find("(did you mean \"tail\"?)"), std::string::npos);
+  // The nearest, and the first of those that are as near.
+  EXPECT_NE(setting("q_blok").find("(did you mean \"q_block\"?)"), std::string::npos);
+  EXPECT_NE(setting("x_block").find("(did you mean \"q_block\"?)"), std::string::npos);
+  // Nothing is near, nothing was typed, and more than any name has.
+  for (const std::string& name : {std::string("temperature"), std::string(), std::string(100'000, 'r')}) {
+    EXPECT_EQ(setting(name.c_str()).find("did you mean"), std::string::npos) << name.substr(0, 20);
+  }
+  EXPECT_NE(
+      refusal([&] { set_setting(settings, "rule", "onlin"); }).find("error_aware, deviation (did you mean \"online\"?)"),
+      std::string::npos);
+  EXPECT_NE(refusal([&] { find_method("scope_mean"); }).find("(did you mean \"scope-mean\"?)"), std::string::npos);
+  EXPECT_NE(refusal([&] { find_model("wan2.2-a14"); }).find("(did you mean \"wan2.2-a14b\"?)"), std::string::npos);
+}
+
 TEST(Settings, UnknownNamesListWhatExists) {
   Settings settings;
   const std::string said = refusal([&] { set_setting(settings, "rhoo", "0.9"); });

@@ -1,6 +1,7 @@
 // Each method as the settings that make it.
 #include "methods/methods.h"
 
+#include "core/nearest.h"
 #include "methods/models.h"
 #include "stages/choices.h"
 
@@ -164,7 +165,8 @@ const Method& find_method(std::string_view name) {
   for (const Method& method : kTable) {
     if (name == method.name) return method;
   }
-  fail(Status::invalid_argument, "method: there is no \"{}\"; there are {}", name, names(methods_table(), ", "));
+  fail(Status::invalid_argument, "method: there is no \"{}\"{}; there are {}", name, did_you_mean_row(name, methods_table()),
+       names(methods_table(), ", "));
 }
 
 }  // namespace scope

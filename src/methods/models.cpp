@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "core/nearest.h"
 #include "methods/methods.h"
 #include "stages/choices.h"
 
@@ -220,7 +221,8 @@ const Model& find_model(std::string_view name) {
   for (const Model& model : kTable) {
     if (name == model.name) return model;
   }
-  fail(Status::invalid_argument, "model: there is no \"{}\"; there are {}", name, names(models_table(), ", "));
+  fail(Status::invalid_argument, "model: there is no \"{}\"{}; there are {}", name, did_you_mean_row(name, models_table()),
+       names(models_table(), ", "));
 }
 
 bool same_shape(const Model& model, const ModelQuery& query) {

@@ -7,6 +7,7 @@
 #include <map>
 #include <vector>
 
+#include "core/nearest.h"
 #include "core/numeric.h"
 #include "methods/partition.h"
 #include "stages/choices.h"
@@ -76,7 +77,7 @@ auto choice(const char* name, std::string_view text, std::span<const Row> rows) 
   for (const Row& each : rows) {
     if (text == each.name) return each.choice;
   }
-  refuse(name, text, "one of " + names(rows, ", "));
+  refuse(name, text, "one of " + names(rows, ", ") + did_you_mean_row(text, rows));
 }
 
 // A choice that no stage makes, and so no more than a name.
@@ -346,7 +347,8 @@ const Setting& find(std::string_view name) {
   for (const Setting& setting : table()) {
     if (name == setting.name) return setting;
   }
-  fail(Status::invalid_argument, "setting: there is no \"{}\"; there are {}", name, names(settings_table(), ", "));
+  fail(Status::invalid_argument, "setting: there is no \"{}\"{}; there are {}", name, did_you_mean_row(name, table()),
+       names(settings_table(), ", "));
 }
 
 }  // namespace
