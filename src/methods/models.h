@@ -10,7 +10,7 @@
 
 namespace scope {
 
-struct Model {
+struct Model {  // NOLINT(clang-analyzer-optin.performance.Padding): read in this order, and few
   const char* name;
   const char* help;
   int64_t layers, heads, dim;
