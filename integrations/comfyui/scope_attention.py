@@ -19,7 +19,7 @@ DESCRIPTION = """Sparse self-attention for Wan 2.1 and 2.2, HunyuanVideo and 1.5
 training. At the end of each run ComfyUI's log says how many calls were sparse, and why others were dense."""
 METHOD = "How keys are chosen. fast and quality are presets."
 TARGET_DENSITY = """The share of keys that is kept. fast and quality have a density of their own, unless `density` says
-otherwise. 0: what the method's rule gives."""
+otherwise. 0: what the method takes by itself."""
 MIN_TOKENS = """Shorter videos attend densely, which is faster. 0: by device, 12,288 on a GPU and 4,096 on a CPU. 1: every
 video is sparse."""
 STRICT = "Stop with an error where sparse attention is impossible. Off: warn and attend densely."

@@ -11,7 +11,8 @@ def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[fl
     """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2, VACE, Wan-Animate, SkyReels-V2, ChronoEdit, AnyFlow,
     HunyuanVideo, HunyuanVideo 1.5, Framepack, CogVideoX, MiniMax-H3, LTX-Video, LTX-2 and Kandinsky 5.
 
-    target_density: the share of keys that attention is to keep; None: what the method's own rule keeps.
+    target_density: the share of keys that attention is to keep; None: 0.2 with scope-mean unless rho, rule or another setting
+        says how many, and what the method's own rule keeps with the others.
     window: the part of the schedule that may be sparse, as shares (from, to) of its steps; None: after the model's dense steps.
     min_tokens: shorter videos attend densely, since choosing keys would take longer than it saves; None: 4,096 on a CPU and
         12,288 on a GPU.

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import statistics
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -25,7 +26,7 @@ class Call:
     branch: str
     why: str  # it ran dense; "": it ran sparse
     stats: Any  # of a sparse call; None: it ran dense, by the pipeline's own attention
-    times: Any  # when it began and ended: in seconds, or as CUDA events
+    times: Any  # when it began, when a dense call had clustered, and when it ended: in seconds, or as CUDA events
 
     @property
     def sparse(self) -> bool:
@@ -38,7 +39,12 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        return between(*self.times)
+        return between(self.times[0], self.times[2])
+
+    @property
+    def attention_seconds(self) -> float:
+        """Without the clustering of a dense call, which is for sparse calls to come."""
+        return between(*self.times[1:])
 
     def to_dict(self) -> dict[str, Any]:
         return dict(expert=self.expert, layer=self.layer, step=self.step, branch=self.branch, sparse=self.sparse, why=self.why,
@@ -69,8 +75,25 @@ class Receipt:
         sparse = [call.density for call in self.calls if call.sparse]
         return sum(sparse) / len(sparse) if sparse else None
 
+    @property
+    def milliseconds(self) -> dict[str, Optional[float]]:
+        """The median dense call and the median sparse one; None: there was none."""
+        taken = {name: [1e3 * call.attention_seconds for call in self.calls if call.sparse == sparse]
+                 for name, sparse in (("dense", False), ("sparse", True))}
+        return {name: statistics.median(each) if each else None for name, each in taken.items()}
+
+    def pace(self) -> str:
+        """The milliseconds in words; "": no call was sparse."""
+        dense, sparse = self.milliseconds.values()
+        if sparse is None:
+            return ""
+        if dense is None:
+            return f"median call: sparse {sparse:.2f} ms, and none was dense; python -m scope_attn.doctor --measure TOKENS compares them"
+        text = f"median call: dense {dense:.2f} ms, sparse {sparse:.2f} ms, {dense / sparse:.2f} times as fast"
+        return text if sparse < dense else f"{text}: SLOWER than dense here; lower the density, or call scope_attn.disable(pipe)"
+
     def to_dict(self) -> dict[str, Any]:
-        return dict(**self.settings, density=self.density, calls=[call.to_dict() for call in self.calls])
+        return dict(**self.settings, density=self.density, milliseconds=self.milliseconds, calls=[call.to_dict() for call in self.calls])
 
     def to_json(self, path: Union[str, os.PathLike]):
         with open(path, "w", encoding="utf-8") as file:
@@ -115,7 +138,7 @@ class Receipt:
             selection = 0.0 if selection != selection else selection  # NaN: a GPU does not tell stages apart
             parts["selection"] += selection
             parts["sparse_attention" if call.sparse else "dense_prefix"] += call.seconds - selection
-        total = between(self.calls[0].times[0], self.calls[-1].times[1])
+        total = between(self.calls[0].times[0], self.calls[-1].times[2])
         seconds = dict(total=total, **parts, rest=max(0.0, total - sum(parts.values())))
         return dict(method=told["method"], model=told["model"], steps=told["steps"], rope=list(told["rope"] or ()), min_tokens=told["min_tokens"],
                     settings=told["settings"], seconds=seconds,
@@ -128,7 +151,7 @@ class Receipt:
         text = f"{self.settings['method']} for {self.settings['model']}, {sparse:,} calls sparse"
         if sparse:
             try:
-                text += f" (mean density {self.density:.3f})"
+                text += f" (mean density {self.density:.3f}; {self.pace()})"
             except ScopeError as error:  # what only the device could find
                 text += f" ({error})"
         return text + ("; dense: " + ", ".join(f"{count:,} ({why})" for why, count in dense.most_common()) if dense else "")
@@ -137,6 +160,8 @@ class Receipt:
         told = self.settings["settings"]
         choices = ", ".join(f"{name}={value}" for name, value in told.items())
         lines = [f"{self.settings['method']} ({choices}), for {self.settings['model']}"]
+        if self.settings["careful"]:
+            lines.append(f"target_density={told['target_density']} is the careful default: nothing said how many keys to keep")
         if self.settings["ranks"] > 1:
             lines.append(f"rank {self.settings['rank']} of {self.settings['ranks']}, which attends with its own heads" +
                          (": each rank meets the density over its own (target_scope=head: every head does, as on one rank)"
@@ -152,7 +177,7 @@ class Receipt:
         for (expert, why), calls in rows.items():
             what = f"dense: {why}" if why else f"sparse, mean density {sum(call.density for call in calls) / len(calls):.3f}"
             lines.append(f"  {expert:14}{len(calls):7,} calls {sum(call.seconds for call in calls):9.2f} s  {what}")
-        return "\n".join(lines)
+        return "\n".join(lines + [self.pace()] * bool(self.pace()))
 
     def __repr__(self) -> str:
         return f"<Receipt of {len(self.calls)} calls; print it>"

@@ -1,4 +1,5 @@
-"""python -m scope_attn.doctor: what was found here, what the library can do with it, and a one-second self-test."""
+"""What was found here, what the library can do with it, and a one-second self-test; --measure: from which density on it pays."""
+import argparse
 import importlib
 import importlib.metadata
 import os
@@ -73,7 +74,47 @@ def self_test(q, k, v, tolerance):
     return passed, f"rho = 1 equals dense within {difference:.1e}; asked for density 0.2, got {stats.density:.3f}"
 
 
-def main():
+def arguments(given):
+    parser = argparse.ArgumentParser(prog="python -m scope_attn.doctor", description=__doc__)
+    parser.add_argument("--measure", type=int, metavar="TOKENS", help="time dense attention and scope-mean on this machine, for a video of so many "
+                        "tokens (Wan2.1 at 480p has 32,760, at 720p 75,600), and say from which density on sparse attention pays")
+    parser.add_argument("--heads", type=int, help="attention heads of --measure; 8 on a GPU and 1 on a CPU unless it is given")
+    parser.add_argument("--dim", type=int, default=128, help="channels of a head, for --measure; %(default)s unless it is given")
+    parser.add_argument("--device", help="cpu or cuda:N, for --measure; the first GPU unless it is given, or else the CPU")
+    found = parser.parse_args(given)
+    for name in ("measure", "heads", "dim"):
+        value = getattr(found, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name}: got {value}, expected 1 or more")
+    return found
+
+
+def measure(options, contexts):
+    """Whether it could be measured."""
+    if version_of("torch") is None:
+        say("measure", "it needs PyTorch: pip install torch")
+        return False
+    import torch
+
+    from . import _measure
+    devices = [context.device for context in contexts if torch.cuda.is_available()] + ["cpu"]
+    device = options.device or devices[0]
+    if device not in devices:
+        say("measure", f'--device: got "{device}", expected {" or ".join(devices)}')
+        return False
+    try:
+        _measure.measure(options.measure, options.heads, options.dim, device, say)
+    except (scope_attn.ScopeError, ValueError, RuntimeError) as error:  # PyTorch's lack of memory is a RuntimeError
+        say("measure", f"FAILED on {device}: {str(error).splitlines()[0]}")
+        return False
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+    return True
+
+
+def main(given=None):
+    options = arguments(given)
     say("scope-attn", package_version())
     say("python", f"{platform.python_version()}; numpy {version_of('numpy') or 'not installed'}; "
         f"PyTorch {version_of('torch') or 'not installed'}")
@@ -110,6 +151,8 @@ def main():
         passed, text = self_test(q, k, v, 0.05)
         ok = ok and passed
         say("self-test", f"{context.device} {'passed' if passed else 'FAILED'}: {text}")
+    if options.measure is not None:
+        ok = measure(options, contexts) and ok
     return 0 if ok else 1
 
 

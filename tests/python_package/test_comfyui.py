@@ -857,8 +857,9 @@ def test_presets_keep_their_density(node):
     assert density(method="fast") == own and density(method="quality") not in (own, 0.3)
     assert density(method="fast", density="target_density") == 0.3
     assert density(method="scope-mean") == density(method="scope-mean", density="target_density") == 0.3
-    assert density(method="scope-mean", target_density=0.0) is None, "what the rule gives"
-    assert density(method="dense") is None
+    assert density(method="scope-mean", target_density=0.0) == 0.2, "the careful default"
+    assert density(method="scope-mean", target_density=0.0, settings="rho=0.8") is None, "what the rule gives"
+    assert density(method="scope-exact", target_density=0.0) is None and density(method="dense") is None
     assert comfyui.patch(Patcher(WanModel())).run.session.settings["target_density"] == 0.2
 
 

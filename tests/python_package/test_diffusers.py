@@ -607,6 +607,46 @@ def test_receipt(tmp_path):
                                                                          for layer in range(3)]
     sparse = [call["density"] for call in saved["calls"] if call["sparse"]]
     assert saved["density"] == receipt.density == sum(sparse) / 16, "of sparse calls alone"
+    assert saved["milliseconds"] == receipt.milliseconds and all(0 < ms < 5000 for ms in saved["milliseconds"].values())
+    assert text.splitlines()[-1] == receipt.pace() != ""
+
+
+def test_careful_default():
+    """Without a word of how many keys to keep it is 0.2, and the receipt says so; any such word is taken instead."""
+    says = "target_density=0.2 is the careful default"
+    for given, careful, density in ((dict(), True, 0.2), (dict(dense_last_steps=0.2), True, 0.2), (dict(target_density=0.3), False, 0.3),
+                                    (dict(density_steps="1:0.4"), False, 0.4), (dict(rho=0.999), False, None),
+                                    (dict(rule="fixed", density=0.5), False, 0.5), (dict(method="scope-exact"), False, None)):
+        pipe = tiny.wan()
+        scope_attn.enable(pipe, min_tokens=0, **given)
+        assert (says in str(scope_attn.receipt(pipe))) == careful
+        tiny.make_wan(pipe)
+        receipt = scope_attn.receipt(pipe)
+        assert (says in str(receipt)) == careful == receipt.to_dict()["careful"]
+        assert receipt.density == pytest.approx(density, abs=0.02) if density else receipt.density > 0.3
+
+
+def receipt_of(*calls):
+    """Of (dense or not, began, clustered, ended)."""
+    from scope_attn._receipt import Call, Receipt
+    receipt = Receipt(method="scope-mean", model="wan2.1-t2v-14b", settings={}, careful=False, ranks=1, steps=2)
+    stats = type("Stats", (), dict(density=0.2, warm=True))
+    receipt.calls = [Call("transformer", 0, 0, "cond", "dense" if dense else "", None if dense else stats, times) for dense, *times in calls]
+    return receipt
+
+
+def test_pace():
+    """Medians of dense and sparse calls, their ratio, and in words which was slower; clustering beside a dense call is not its time."""
+    dense = [(True, 0.0, 0.5, 0.508), (True, 1.0, 1.0, 1.012), (True, 2.0, 2.0, 9.0)]
+    receipt = receipt_of(*dense, (False, 0.0, 0.0, 0.9), (False, 1.0, 1.0, 1.004), (False, 2.0, 2.0, 2.004))
+    assert receipt.milliseconds == pytest.approx(dict(dense=12, sparse=4))
+    assert receipt.pace() == "median call: dense 12.00 ms, sparse 4.00 ms, 3.00 times as fast" == str(receipt).splitlines()[-1]
+    assert "(mean density 0.200; median call: dense 12.00 ms" in receipt.line() and receipt.calls[0].seconds == 0.508
+    slower = receipt_of(*dense, (False, 0.0, 0.0, 0.024))
+    assert "0.50 times as fast: SLOWER than dense here; lower the density" in str(slower)
+    alone = receipt_of((False, 0.0, 0.0, 0.004))
+    assert alone.milliseconds["dense"] is None and "none was dense; python -m scope_attn.doctor --measure" in str(alone)
+    assert receipt_of(*dense).pace() == "" and "median" not in str(receipt_of(*dense))
 
 
 def test_preset():

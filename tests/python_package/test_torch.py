@@ -36,6 +36,33 @@ def test_same_as_numpy(qkv):
     assert (scope_attn.attention(*half, method="dense") - dense(*half)).abs().max() < 0.02
 
 
+def test_break_even():
+    """The density at which dense takes as long, between two that were measured; all or none of them faster is said."""
+    from scope_attn import _measure
+    sparse = [(0.1, 2.0), (0.2, 3.0), (0.4, 5.0)]
+    assert _measure.break_even(4.0, sparse) == pytest.approx(0.3) and _measure.break_even(2.5, sparse) == pytest.approx(0.15)
+    assert _measure.verdict(4.0, sparse) == "Sparse attention pays here below density 0.30."
+    assert _measure.verdict(2.0, sparse) == "Sparse attention does not pay at this length: dense is as fast as density 0.1."
+    assert _measure.verdict(6.0, sparse) == "Sparse attention pays here at every density up to 0.4."
+
+
+def test_doctor_measures(device):
+    where = "cpu" if device.type == "cpu" else "cuda:0"
+    doctor = lambda *more: subprocess.run([sys.executable, "-m", "scope_attn.doctor", "--measure", "1024", *more], capture_output=True, text=True)
+    done = doctor("--heads", "2", "--dim", "64", "--device", where)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout
+    assert f"1,024 tokens, 2 heads of 64 channels, {'float32' if where == 'cpu' else 'bfloat16'}, {where}" in said and "Sparse attention" in said
+    rows = [line.split() for line in said.splitlines() if line.startswith("density")]
+    dense = next(float(line.split()[1]) for line in said.splitlines() if line.startswith("dense "))
+    assert [row[1] for row in rows] == ["0.05", "0.1", "0.2", "0.3", "0.5"]
+    assert all(float(row[4]) == pytest.approx(dense / float(row[2]), abs=0.02, rel=0.02) for row in rows)
+    for more, told, status in ((("--device", "cuda:77"), 'got "cuda:77", expected', 1), (("--dim", "1000"), "dim: got 1000, expected 1..256", 1),
+                               (("--heads", "0"), "--heads: got 0, expected 1 or more", 2)):
+        done = doctor(*more)
+        assert done.returncode == status and told in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
 def test_layouts(qkv):
     expected = scope_attn.attention(*qkv, **SETTINGS)
     token_major = [x.transpose(1, 2).contiguous() for x in qkv]

@@ -480,7 +480,7 @@ def patch(model: Any, method: str = "scope-mean", target_density: float = TARGET
     """A clone of ComfyUI's model whose video self-attention is sparse.
 
     density: "preset": methods with a density of their own keep it; anything else: target_density is for them too.
-    target_density 0: what the method's rule gives. min_tokens 0: the least at which the device gains. sparse_from below
+    target_density 0: what the method takes by itself, 0.2 for scope-mean. min_tokens 0: the least at which the device gains. sparse_from below
     0: after the dense steps of the known model.
     """
     try:

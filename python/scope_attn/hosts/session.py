@@ -19,6 +19,8 @@ from .._receipt import Call, Receipt
 
 # Below this many tokens dense attention is as fast, at density 0.2 (docs/when_it_pays.md).
 MIN_TOKENS = {"cpu": 4096, "cuda": 12288}
+CAREFUL_DENSITY = 0.2  # of scope-mean where nothing says how many keys to keep
+SAYS_HOW_MANY = {"density", "density_steps", "rho", "rule"}
 WHY_DENSE = {
     Reason.DENSE_METHOD: "the method is dense",
     Reason.DENSE_LAYER: "the layer is below dense_layers",
@@ -70,7 +72,7 @@ class Session(Handle):
 
     family: how the names of its rows in models() begin. rope: how many channels turn along T, H and W, or lists of channels,
     or None. without_codes: why this model takes no method with codebooks; "": it takes them. target_density None: the
-    method's own. window: the part of the schedule that may be sparse, as shares (from, to) of its steps; from None: after the
+    method's own; of scope-mean the careful default, unless a setting says how many keys to keep. window: the part of the schedule that may be sparse, as shares (from, to) of its steps; from None: after the
     model's dense steps. permanent: a context for memory that outlives a call (states, statistics), for hosts that follow
     their allocations.
     """
@@ -94,7 +96,10 @@ class Session(Handle):
         # A "?" marks what the caller did not set: it is not refused where another setting makes it idle.
         given = {"state_dtype?": "bf16", **settings, **window_settings(window, settings)}
         defaults = {row.name: row.default for row in _functions.settings(method)}
-        if target_density is not None:
+        self.careful = target_density is None and method == "scope-mean" and not SAYS_HOW_MANY & set(settings)
+        if self.careful:
+            given["target_density?"] = CAREFUL_DENSITY
+        elif target_density is not None:
             given["target_density"] = target_density
         elif defaults["target_density"] != "none":  # a preset's, for the receipt
             given.setdefault("target_density?", defaults["target_density"])
@@ -170,7 +175,7 @@ class Video(Handle):
         self.turns: collections.Counter = collections.Counter()
         self.receipt = Receipt(**{**dict(
             method=session.method, model=session.model, why_model=session.why_model, rope=session.rope, settings=dict(session.settings),
-            min_tokens=session.min_tokens, steps=steps, ranks=1, rank=0, rho_of_each_rank=False), **about})
+            careful=session.careful, min_tokens=session.min_tokens, steps=steps, ranks=1, rank=0, rho_of_each_rank=False), **about})
 
     def turn(self, *key: Any) -> int:
         """How often this was asked before in the current step, for hosts that do not name branches."""
@@ -186,7 +191,7 @@ class Video(Handle):
 
         `tokens` may raise DenseCall, and what it refuses.
         """
-        start, out, stats = now(q), None, None
+        began, out, stats = now(q), None, None
         try:
             out, why, stats = self.sparse(q, k, v, place, tokens(), layout, scale)
         except DenseCall as reason:
@@ -194,13 +199,12 @@ class Video(Handle):
         except (ValueError, TypeError, RuntimeError) as error:
             self.session.refuse(error)
             why = f"refused: {error}"
+        clustered = began
         if out is None:
+            clustered = now(q)
             out = dense()
-        self.note(q, place, why, start, stats)
+        self.receipt.calls.append(Call(place.expert, place.layer, place.step, place.branch, why, stats, (began, clustered, now(q))))
         return out
-
-    def note(self, q: Any, place: Place, why: str, start: Any, stats: Any = None):
-        self.receipt.calls.append(Call(place.expert, place.layer, place.step, place.branch, why, stats, (start, now(q))))
 
     def sparse(self, q, k, v, place: Place, tokens: Tokens, layout: str, scale: Optional[float]):
         """The output, why the call is dense, and statistics. Output None: the host's attention is to run it."""
