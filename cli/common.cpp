@@ -164,6 +164,22 @@ void Runner::want_selection() {
   codes.resize(heads * plan_.partition.size() * static_cast<size_t>(shape.k_tokens));
 }
 
+void Runner::take_selection(const std::vector<int32_t>& labels_given, const std::vector<uint32_t>& mask_given,
+                            const std::vector<uint32_t>& keep_given) {
+  given_ = true;
+  labels = labels_given;
+  mask = mask_given;
+  keep = keep_given;
+}
+
+void Runner::launch(const CallArgs& args, const SelectedArgs& selected) const {
+  if (given_) {
+    attend_selected(plan_, args, selected);
+  } else {
+    call(plan_, args);
+  }
+}
+
 void Runner::init_state() {
   if (plan_.state_bytes == 0) return;
   if (state_memory_ == nullptr) state_memory_ = make_memory(plan_.state_bytes);
@@ -187,7 +203,7 @@ void Runner::run(CallArgs args) {
   args.workspace = workspace_.get();
   args.workspace_bytes = plan_.workspace_bytes;
   args.state = state_ ? &*state_ : nullptr;
-  if (!labels.empty()) {
+  if (!labels.empty() && !given_) {
     args.selection = {labels.data(),
                       sizes.data(),
                       counts.data(),
@@ -200,7 +216,7 @@ void Runner::run(CallArgs args) {
   args.stats = &stats;
   if (!plan_.context.host()) return run_on_device(args);
   args.head_stats = head_stats.data();
-  call(plan_, args);
+  launch(args, {labels.data(), mask.data(), keep.empty() ? nullptr : keep.data()});
 }
 
 void Runner::run_on_device(CallArgs args) {
@@ -242,7 +258,17 @@ void Runner::run_on_device(CallArgs args) {
   output(device_.centroids, s.centroids, bytes(centroids));
   output(device_.codebooks, s.codebooks, bytes(codebooks));
   output(device_.codes, s.codes, bytes(codes));
-  call(plan_, args);
+  SelectedArgs selected;
+  const auto given = [&](Memory& memory, auto*& pointer, const auto& values) {
+    if (!given_ || values.empty()) return;
+    memory = make_memory(bytes(values));
+    backend.write(plan_.exec, values.data(), memory.get(), bytes(values));
+    pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(memory.get());
+  };
+  given(device_.labels, selected.labels, labels);
+  given(device_.mask, selected.mask, mask);
+  given(device_.keep, selected.keep, keep);
+  launch(args, selected);
   args.head_stats = head_stats.data();
   read_stats(plan_, args);
   if (!fetch) return;
@@ -269,7 +295,7 @@ Quality measure(const Context& context, const Qkv& qkv, const Runner& runner, bo
       HeadSelection selection;
       if (!dense) {
         selection = {runner.labels.data() + head * shape.q_tokens, runner.mask.data() + head * groups * words,
-                     runner.keep.data() + b * words};
+                     runner.keep.empty() ? nullptr : runner.keep.data() + b * words};
       }
       ThreadPool& pool = *context.exec().pool;
       heads.push_back(exact != nullptr

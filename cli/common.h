@@ -71,6 +71,9 @@ class Runner {
   const Plan& plan() const { return plan_; }
   // Buffers for the selection, filled by every run from now on.
   void want_selection();
+  // From now on every run attends to this selection, in labels, mask and keep, which are the caller's to fill.
+  void take_selection(const std::vector<int32_t>& labels_given, const std::vector<uint32_t>& mask_given,
+                      const std::vector<uint32_t>& keep_given);
   // Inputs are host memory on every backend. On a device q, k and v are uploaded when the address of q changes, and results
   // come back unless `fetch` is off.
   void run(CallArgs args);
@@ -94,10 +97,12 @@ class Runner {
   using Memory = std::shared_ptr<void>;  // of the backend
   Memory make_memory(int64_t bytes) const;
   void run_on_device(CallArgs args);
+  void launch(const CallArgs& args, const SelectedArgs& selected) const;
 
   Plan plan_;
   Memory workspace_, state_memory_;
   std::optional<State> state_;
+  bool given_ = false;  // the selection is the caller's
   struct Device {
     Memory q, k, v, out, lse, labels, sizes, counts, mask, keep, centroids, codebooks, codes;
     const void* uploaded = nullptr;

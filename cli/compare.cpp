@@ -2,11 +2,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "common.h"
 #include "methods/methods.h"
 #include "outputs.h"
 #include "plot.h"
+#include "selection.h"
 
 namespace scope::cli {
 
@@ -15,6 +18,7 @@ namespace {
 struct CompareOptions {
   InputFlags input;
   std::string methods = "scope,scope-exact,svg2,sparge", samples = "128", model, profile, json, csv, plots;
+  std::vector<std::string> selections;
   PointFlags at{.set = {}, .density = "0.05,0.1,0.2,0.3", .rho = ""};
   Place place;
   int repeat = 3;
@@ -29,15 +33,22 @@ struct Method {
 // One line of the table: medians over the repeated warm calls, quality of the last.
 struct CompareRow {
   std::string method;
-  double point = 1;                                          // target density, or rho
-  double density = 1, selection = 0, attend = 0, total = 0;  // seconds
-  double first_selection = 0;                                // of the first call, from random rows
-  double dense = 0;  // a dense call just before, so that a machine that slows down slows both
+  double point = 1;  // target density, or rho; NaN: a selection that was given
+  double density = 1;
+  double selection = 0, attend = 0, total = 0;  // seconds
+  double first_selection = 0;                   // of the first call, from random rows
+  double dense = 0;                             // a dense call just before, so that a machine that slows down slows both
   Quality quality;
   std::vector<std::string> notes;
 };
 
 double selection_seconds(const CallStats& stats) { return stats.group + stats.encode + stats.score + stats.select; }
+
+std::vector<GivenSelection> name_selections(const CompareOptions& options) {
+  std::vector<GivenSelection> selections;
+  for (const std::string& text : options.selections) selections.push_back(name_selection(text));
+  return selections;
+}
 
 std::vector<Method> parse_methods(const CompareOptions& options) {
   std::vector<Method> methods;
@@ -68,8 +79,10 @@ class Comparison {
         samples_(parse_samples(options.samples)),
         context_(options.machine.context()),
         input_(options.input.read(options.model)),
+        selections_(name_selections(options)),
         dense_runner_(context_, parse_method("dense", ""), input_.shape()) {
     input_.check_measurable("compare");
+    for (GivenSelection& selection : selections_) read_selection(selection, input_);
     const Surroundings with{
         .layer = options.place.layer >= 0, .step = options.place.step >= 0, .device = options.machine.on_device()};
     bool reads_subspaces = options.input.subspaces.empty();
@@ -88,7 +101,7 @@ class Comparison {
   }
 
   void run() {
-    Progress progress("compare", 2 + static_cast<int64_t>(methods_.size() * (1 + points_.size())));
+    Progress progress("compare", 2 + static_cast<int64_t>(methods_.size() * (1 + points_.size()) + selections_.size()));
     make_exact();
     progress.step("exact");
     dense_ = run_dense();
@@ -103,6 +116,10 @@ class Comparison {
         progress.step(fmt::format("{} at {}", method.name, point));
       }
     }
+    for (const GivenSelection& selection : selections_) {
+      rows_.push_back(run_selection(selection));
+      progress.step(selection.name);
+    }
   }
 
   void print() const {
@@ -112,9 +129,10 @@ class Comparison {
     fmt::print("{:<{}}  {:>7}  {:>17}  {:>13}  {:>8}  {:>8}  {:>9}  {:>9}  {:>7}\n", "", width, "density", "mass recall",
                "oracle recall", "error", "cosine", "select ms", "attend ms", "speedup");
     const auto line = [&](const CompareRow& row) {
-      fmt::print("{:<{}}  {:>7.4f}  {:>8.4f} ± {:.4f}  {:>13.4f}  {:>8.5f}  {:>8.5f}  {:>9.1f}  {:>9.1f}  {:>6.2f}x\n",
+      const std::string select = std::isnan(row.selection) ? "not timed" : fmt::format("{:.1f}", 1e3 * row.selection);
+      fmt::print("{:<{}}  {:>7.4f}  {:>8.4f} ± {:.4f}  {:>13.4f}  {:>8.5f}  {:>8.5f}  {:>9}  {:>9.1f}  {:>6.2f}x\n",
                  label(row), width, row.density, row.quality.mass_recall, row.quality.mass_interval,
-                 row.quality.oracle_recall, row.quality.error, row.quality.cosine, 1e3 * row.selection, 1e3 * row.attend,
+                 row.quality.oracle_recall, row.quality.error, row.quality.cosine, select, 1e3 * row.attend,
                  row.dense / row.total);
     };
     line(dense_);
@@ -136,6 +154,7 @@ class Comparison {
         {"tokens", input_.qkv.q_tokens}, {"dim", input_.qkv.dim},     {"dtype", dtype_name(input_.qkv.dtype)},
         {"queries_per_head", samples_},  {"repeat", options_.repeat}, {"machine", machine_json(context_)}};
     for (const Method& method : methods_) out["settings"][method.name] = settings_json(method.settings);
+    for (const GivenSelection& selection : selections_) out["selections"][selection.name] = selection.path;
     out["rows"].push_back(row_json(dense_));
     for (const CompareRow& row : rows_) out["rows"].push_back(row_json(row));
     return out;
@@ -173,7 +192,9 @@ class Comparison {
   Settings at(const Method& method, double point) const { return options_.at.at(method.settings, point, method.name); }
   // A density is in the table anyway.
   std::string label(const CompareRow& row) const {
-    return options_.at.at_rho() && &row != &dense_ ? fmt::format("{} at rho {}", row.method, row.point) : row.method;
+    return options_.at.at_rho() && &row != &dense_ && !std::isnan(row.point)
+               ? fmt::format("{} at rho {}", row.method, row.point)
+               : row.method;
   }
 
   CallArgs args() const {
@@ -197,7 +218,8 @@ class Comparison {
   }
 
   // Medians over `repeat` calls, each from the same state.
-  CompareRow measure_row(Runner& runner, const std::string& name, const std::vector<std::byte>& state) {
+  CompareRow measure_row(Runner& runner, const std::string& name, const std::vector<std::byte>& state,
+                         const CallArgs& call_args) {
     std::vector<double> selection, attend, total;
     dense_runner_.run(args());
     const double dense = dense_runner_.stats.total;
@@ -206,7 +228,7 @@ class Comparison {
         runner.init_state();
         runner.load_state(state);
       }
-      runner.run(args());
+      runner.run(call_args);
       selection.push_back(selection_seconds(runner.stats));
       attend.push_back(runner.stats.attend);
       total.push_back(runner.stats.total);
@@ -229,7 +251,7 @@ class Comparison {
   }
 
   CompareRow run_dense() {
-    CompareRow row = measure_row(dense_runner_, "dense", {});
+    CompareRow row = measure_row(dense_runner_, "dense", {}, args());
     row.dense = row.total;
     return row;
   }
@@ -237,10 +259,34 @@ class Comparison {
   CompareRow run_method(const Method& method, double point, Runner& first) {
     Runner runner(context_, at(method, point), input_.shape());
     runner.want_selection();
-    CompareRow row = measure_row(runner, method.name, first.save_state());
+    CompareRow row = measure_row(runner, method.name, first.save_state(), args());
     row.point = point;
     row.first_selection = selection_seconds(first.stats);
     if (!options_.at.at_rho()) row.notes = target_notes(runner, point, method.name);
+    return row;
+  }
+
+  // attend alone, on a selection from a file.
+  CompareRow run_selection(const GivenSelection& selection) {
+    Settings settings = parse_method("scope-exact", "");
+    set_setting(settings, "groups", std::to_string(selection.groups));
+    Shape shape = input_.shape();
+    shape.dense_queries = false;  // it says of every query what it sees
+    Runner runner(context_, settings, shape);
+    runner.take_selection(selection.labels, selection.mask, selection.keep);
+    CallArgs call = args();
+    call.keep = call.dense_queries = nullptr;
+    call.place = {};
+    CompareRow row;
+    try {
+      row = measure_row(runner, selection.name, {}, call);
+    } catch (const Error& error) {
+      fail(Status::format, "{}: {}", selection.path, error.what());
+    }
+    row.point = row.selection = row.first_selection = std::numeric_limits<double>::quiet_NaN();
+    row.density = selection.density(input_);
+    row.notes = {
+        fmt::format("{}: as its file has it, at no other density; its speedup is that of attend alone", row.method)};
     return row;
   }
 
@@ -280,12 +326,11 @@ class Comparison {
   Chart chart(const char* title, const char* x, const char* y, bool log, const Point& point) const {
     Chart chart{
         .title = title, .x_label = x, .y_label = y, .note = setting_line(), .log_x = log, .log_y = log, .series = {}};
-    for (const Method& method : methods_) {
-      Series series{method.name, {}};
-      for (const CompareRow& row : rows_) {
-        if (row.method == method.name) series.points.push_back(point(row));
-      }
-      chart.series.push_back(series);
+    for (const CompareRow& row : rows_) {
+      const auto same = [&](const Series& series) { return series.name == row.method; };
+      auto series = std::find_if(chart.series.begin(), chart.series.end(), same);
+      if (series == chart.series.end()) series = chart.series.insert(series, Series{row.method, {}});
+      series->points.push_back(point(row));
     }
     return chart;
   }
@@ -296,6 +341,7 @@ class Comparison {
   int64_t samples_;
   Context context_;
   Input input_;
+  std::vector<GivenSelection> selections_;
   Runner dense_runner_;
   ExactHeads exact_;
   CompareRow dense_;
@@ -307,6 +353,7 @@ void run(const CompareOptions& options) {
   outputs.reads(options.input);
   outputs.reads("--profile", options.profile);
   for (const Method& method : parse_methods(options)) outputs.reads(method.settings);
+  for (const GivenSelection& selection : name_selections(options)) outputs.reads("--selection", selection.path);
   outputs.writes("--json", options.json);
   outputs.writes("--csv", options.csv);
   const std::string recall = options.plots + "recall.svg", error = options.plots + "error.svg";
@@ -338,13 +385,19 @@ void add_compare(CLI::App& app) {
       "Each runs once from random rows, and is then timed in warm calls, as a video model makes them at every later step.\n"
       "A method may carry settings, separated by +, for ablations:\n\n"
       "  scope compare qkv.safetensors --methods scope,scope-exact,svg2,sparge --density 0.05,0.1,0.2,0.3 --plots compare-\n"
-      "  scope compare qkv.safetensors --methods scope,scope:partition=even:8,scope:partition=random:3+rule=hybrid");
+      "  scope compare qkv.safetensors --methods scope,scope:partition=even:8,scope:partition=random:3+rule=hybrid\n"
+      "  scope compare qkv.safetensors --selection mine=mine.safetensors    # a selector of your own beside ours\n\n"
+      "A selection is a .safetensors file with labels i32 [heads, tokens], the group of each query or -1, and mask u32\n"
+      "[heads, groups, words], bit j of word w being key 32 w + j; keep u32 [1, words], keys that every query sees, may be\n"
+      "left out. `scope attend --dump` writes such a file.");
   options->input.add(*command);
   command
       ->add_option("--methods", options->methods,
                    "rows of `scope methods`, with settings as name:setting=value+setting=value")
       ->capture_default_str();
   options->at.add(*command);
+  command->add_option("--selection", options->selections,
+                      "[NAME=]FILE with the selection of another selector; repeat for more");
   command->add_option("--samples", options->samples, "queries per head on which recall and error are measured, or all")
       ->capture_default_str();
   command->add_option("--repeat", options->repeat, "warm calls of each; times are medians")

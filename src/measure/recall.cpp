@@ -23,9 +23,10 @@ Query measure_query(const ExactQuery& exact, const RowsView& out, const HeadSele
   const int64_t words = mask_words(n);
   const auto selected = [&](int64_t j) {
     if (selection.labels == nullptr) return true;
-    if (selection.keep != nullptr && mask_bit(selection.keep, j)) return true;
     const int32_t label = selection.labels[exact.token];
-    return label >= 0 && mask_bit(selection.mask + label * words, j);
+    if (label < 0) return false;
+    if (selection.keep != nullptr && mask_bit(selection.keep, j)) return true;
+    return mask_bit(selection.mask + label * words, j);
   };
   Query result;
   int64_t kept = 0, hits = 0, tops = 0;

@@ -123,6 +123,48 @@ with tempfile.TemporaryDirectory() as folder:
         (_, row) = json.load(open(f"{folder}/c.json"))["rows"]
         assert abs(row["density"] - 0.4) < 0.01, row
 
+    # A selection of somebody else's, drawn by chance: density, recall and error are those of numpy. The last 4 keys are always seen.
+    groups, masks = 5, rng.random((2, 5, 60)) < 0.3
+    masks[..., 56:], masks[:, :, 0] = False, True
+    labels = rng.integers(0, groups, (2, 60)).astype(np.int32)
+    labels[:, 7] = -1  # attends to nothing
+    words = lambda bits: np.packbits(np.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, 4)]), axis=-1, bitorder="little").view(np.uint32)
+    always = np.arange(60) >= 56
+    tensors.save(f"{folder}/mine.safetensors", {"labels": labels, "mask": words(masks), "keep": words(always[None])})
+    said = accept(*compare, "--samples", "all", "--methods", "scope", "--density", "0.3", "--selection", f"{folder}/mine.safetensors",
+                  "--selection", f"again={folder}/mine.safetensors", "--json", f"{folder}/c.json", "--csv", f"{folder}/c.csv", "--plots", f"{folder}/c-")
+    given = json.load(open(f"{folder}/c.json"))
+    mine, again = given["rows"][2:]
+    assert mine["method"] == "mine" and given["selections"] == {"mine": f"{folder}/mine.safetensors", "again": f"{folder}/mine.safetensors"}
+    assert {name: x for name, x in mine.items() if "seconds" not in name and name not in ("method", "speedup", "notes")} == \
+        {name: x for name, x in again.items() if "seconds" not in name and name not in ("method", "speedup", "notes")}
+    seen = (np.take_along_axis(masks, np.maximum(labels, 0)[..., None], 1) | always) & (labels[..., None] >= 0)
+    logits = q.astype(np.float64) @ k.astype(np.float64).transpose(0, 2, 1) / 32**0.5
+    weights = np.exp(logits)
+    exact, sparse = (w / np.maximum(w.sum(-1, keepdims=True), 1e-300) for w in (weights, weights * seen))
+    values = v.astype(np.float64)
+    error = np.mean([np.linalg.norm((sparse[h] - exact[h]) @ values[h]) / np.linalg.norm(exact[h] @ values[h]) for h in range(2)])
+    counted = np.array([masks[h].sum(-1)[labels[h][labels[h] >= 0]].sum() / (59 * 56) for h in range(2)])
+    assert abs(mine["density"] - counted.mean()) < 1e-12, (mine, counted)
+    assert abs(mine["mass_recall"] - (exact * seen).sum(-1).mean()) < 1e-6 and abs(mine["error"] - error) < 1e-5 * error, (mine, error)
+    assert mine["target"] is None and mine["selection_seconds"] is None and mine["attend_seconds"] > 0
+    assert "not timed" in said and "mine: as its file has it" in said
+    assert list(csv.DictReader(open(f"{folder}/c.csv")))[2]["method"] == "mine" and "mine" in open(f"{folder}/c-error.svg").read()
+    selection = {"labels": labels, "mask": words(masks)}
+    tensors.save(BAD, {"mask": selection["mask"]})
+    refuse(3, 'no tensor "labels"', *compare, "--selection", BAD)
+    for broken, word in (({**selection, "labels": labels[:1]}, "labels: got I32 [1, 60]"),
+                         ({**selection, "mask": words(masks)[..., :1]}, "mask: got U32 [2, 5, 1], expected 32-bit integers [1, 2, 5, 2]"),
+                         ({**selection, "labels": labels.astype(np.float32)}, "expected 32-bit integers"),
+                         ({**selection, "labels": labels + groups}, "selection.labels[0]: got"),
+                         ({**selection, "mask": selection["mask"] | np.uint32(1 << 31)}, "bits of keys that are not valid"),
+                         ({**selection, "mask": np.zeros((2, 61, 2), np.uint32)}, "mask: got 61 groups, expected 1..60"),
+                         ({**selection, "keep": np.zeros((2, 2), np.uint32)}, "keep: got U32 [2, 2]")):
+        tensors.save(BAD, broken)
+        refuse(3, word, *compare, "--methods", "scope", "--density", "0.3", "--selection", BAD)
+    refuse(2, "expected FILE or NAME=FILE", *compare, "--selection", "mine=")
+    refuse(3, "cannot open", *compare, "--selection", f"{folder}/absent.safetensors")
+
     # profile: the fewest keys that hold 95 % of a query's mass, the maximum over the files of one step and layer.
     tensors.save(BAD, {"q": 3 * q, "k": k, "v": v}, meta)
     accept("profile", f"0:1:{GOOD}", f"0:1:{BAD}", f"5:0:{BAD}", "--samples", "all", "-o", f"{folder}/p.csv")

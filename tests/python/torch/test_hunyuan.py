@@ -94,7 +94,8 @@ def test_random_models_give_the_samples_of_diffusers(generate, tmp_path, name):
         theirs = euler(model, given, steps)
         moved = (theirs - given["noise"]).abs().max()
         assert (ours - theirs).abs().max() < 2e-6 * steps * moved, name
-        assert steps > 1 or (ours - plain).abs().max() < (1e-4 if model.config.guidance_embeds else 2e-6) * moved, name
+        # Without exact waves PyTorch's rounding counts, which differs between processors: 2.04e-6 was seen.
+        assert steps > 1 or (ours - plain).abs().max() < (1e-4 if model.config.guidance_embeds else 5e-6) * moved, name
 
 
 def test_bf16_differs_by_its_rounding(generate, tmp_path):
