@@ -22,7 +22,7 @@ wheel:  ## the Python package with the library in it, into dist/; with CUDA, for
 	@rm -rf build/wheels && build/wheel_tools/bin/pip wheel -q --no-deps -w build/wheels .
 	@PATH="$(CURDIR)/build/wheel_tools/bin:$$PATH" auditwheel repair -w dist build/wheels/scope_attn-*.whl
 
-report:  ## whole videos of every variant on a GPU, into docs/fidelity.md and docs/video_report.md; CLIPS_WAN=FOLDER adds a second model
+report:  ## whole videos of every variant on a GPU, into docs/notebook/fidelity.md and docs/notebook/video_report.md; CLIPS_WAN=FOLDER adds a second model
 	@tools/bootstrap.sh test
 	@cmake --preset cuda >/dev/null
 	@cmake --build build/cuda -j $(JOBS) --target scope scope_command

@@ -1,4 +1,4 @@
-"""Whole models: the tables of docs/real_scale.md and docs/diffusers.md and the README's first figures; bench/report.py writes them."""
+"""Whole models: the tables of docs/notebook/real_scale.md and docs/guide/diffusers.md and the README's first figures; bench/report.py writes them."""
 import sys
 
 import provenance
@@ -126,12 +126,12 @@ def headline(load):
 | preset `fast`: density 0.18, nothing dense | **{faster(wan, 'fast')}** | **{faster(hunyuan, 'fast')}** |
 | `scope` at density 0.20 after the model's dense steps | {faster(wan, paper)} | {faster(hunyuan, paper)} |
 
-Dense attention is cuDNN's. All {wan['layers']} and {hunyuan['layers']} layers ran with random weights, {repeats(wan)}{', of unknown spread' if wan['repeat'] == 1 else ''}, added up over the schedule; text encoding and the VAE are left out ([docs/real_scale.md](docs/real_scale.md)). How near to dense videos stay was judged on two small models: [docs/fidelity.md](docs/fidelity.md).
+Dense attention is cuDNN's. All {wan['layers']} and {hunyuan['layers']} layers ran with random weights, {repeats(wan)}{', of unknown spread' if wan['repeat'] == 1 else ''}, added up over the schedule; text encoding and the VAE are left out ([docs/notebook/real_scale.md](docs/notebook/real_scale.md)). How near to dense videos stay was judged on two small models: [docs/notebook/fidelity.md](docs/notebook/fidelity.md).
 """
 
 
 def diffusers(load):
-    """docs/diffusers.md: dense passes and enabled ones."""
+    """docs/guide/diffusers.md: dense passes and enabled ones."""
     lines = ["| | density | dense pass, s | first sparse pass | warm sparse pass | whole run, s | times as fast as compiled dense |", "|---" * 7 + "|"]
     sources = []
     for name, title in (("wan", "Wan2.1 14B"), ("hunyuan", "HunyuanVideo 13B")):
@@ -144,4 +144,4 @@ def diffusers(load):
                          f" | {case['run_s']:,.0f} | **{compiled_s / case['run_s']:.2f}×** |")
         sources.append(source(f"h200_diffusers_{name}.json", data))
     return "\n".join([*lines, "", "A pass is one forward of the whole transformer with random weights for one branch, and a run the model's 50 steps added up from "
-                      "passes. Dense attention is cuDNN's. What the passes consist of: [real_scale.md](real_scale.md).", "", f"Source: {'; '.join(sources)}.", ""])
+                      "passes. Dense attention is cuDNN's. What the passes consist of: [real_scale.md](../notebook/real_scale.md).", "", f"Source: {'; '.join(sources)}.", ""])

@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/video_report.md and docs/fidelity.md from `scope ablate`'s JSON; bench/report.py writes them."""
+"""The tables and pictures of docs/notebook/video_report.md and docs/notebook/fidelity.md from `scope ablate`'s JSON; bench/report.py writes them."""
 import pathlib
 import re
 import statistics
@@ -80,8 +80,8 @@ def readme(load):
                               "the keys that are dropped; –: not measured. Both models are small: clips-wan, "
                               "trained on real clips, is not in this repository; the bundled tiny-wan was trained on procedural ones. "
                               "No video of a full-size model was judged. The first 20 % of the steps and layer 0 are dense for every "
-                              "method; rows are selections on our kernel. Figures are means over seeds; their spread, where it loses, and what was tried: [docs/fidelity.md](docs/fidelity.md); "
-                              "the paper's ablations: [docs/video_report.md](docs/video_report.md).\n\n")
+                              "method; rows are selections on our kernel. Figures are means over seeds; their spread, where it loses, and what was tried: [docs/notebook/fidelity.md](docs/notebook/fidelity.md); "
+                              "the paper's ablations: [docs/notebook/video_report.md](docs/notebook/video_report.md).\n\n")
 
 
 def control(data):
@@ -285,8 +285,8 @@ def fill(load, page):
 
 
 def outputs(load, page):
-    """Paths and texts; `page` is docs/video_report.md as it is, of which only the parts between the marks are replaced."""
+    """Paths and texts; `page` is docs/notebook/video_report.md as it is, of which only the parts between the marks are replaced."""
     gpu, long = load("video_gpu.json"), load("video_gpu_720p.json")
     page = replace(fill(load, page), "suite", suite("video_gpu.json", gpu))
     page = replace(page, "720p", suite("video_gpu_720p.json", long) + "\n### What a step is made of, in ms\n\n" + composition(long))
-    return {"docs/video_report.md": page, "docs/img/video_density.svg": density_chart(gpu), "docs/img/video_paired.svg": paired_chart(gpu, 0.2)}
+    return {"docs/notebook/video_report.md": page, "docs/img/video_density.svg": density_chart(gpu), "docs/img/video_paired.svg": paired_chart(gpu, 0.2)}

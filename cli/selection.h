@@ -6,7 +6,7 @@
 namespace scope::cli {
 
 // labels [batch, heads, q_tokens], mask [batch, heads, groups, words], keep [batch, words] or empty: the form of
-// `scope attend --dump` (docs/abi.md).
+// `scope attend --dump` (docs/reference/abi.md).
 struct GivenSelection {
   std::string name, path;
   int64_t groups = 0;

@@ -335,7 +335,7 @@ Settings means_settings(const char* rule, std::initializer_list<std::pair<const 
   return settings;
 }
 
-// What the text of docs/algorithm.md says of one head of a call, in float64, from its labels and masks alone.
+// What the text of docs/reference/algorithm.md says of one head of a call, in float64, from its labels and masks alone.
 void expect_head(const Inputs& in, const Plan& plan, const Result& result, const Extra& extra, int64_t b, int64_t h) {
   const int64_t words = mask_words(in.k_tokens), head = b * in.heads + h, dim = in.dim;
   const auto parts = static_cast<size_t>(plan.settings.tail_parts);

@@ -38,8 +38,8 @@ void each_products(const Body& body) {
   if (!any) GTEST_SKIP() << "this machine has no 8-bit products";
 }
 
-// docs/algorithm.md, "8-bit products": logits as the integers give them, and what rounding probabilities and values may
-// cost.
+// docs/reference/algorithm.md, "8-bit products": logits as the integers give them, and what rounding probabilities and
+// values may cost.
 struct Emulated {
   std::vector<double> out, slack;  // [q_tokens, dim]
   std::vector<double> lse;         // [q_tokens]

@@ -12,7 +12,7 @@ image with its image encoder and VAE. The transformers, which are most of the we
   tools/encode_prompt.py Wan-AI/Wan2.1-T2V-14B-Diffusers --prompt "A cat walks" --negative "" -o prompt.safetensors
   tools/encode_prompt.py Wan-AI/Wan2.1-I2V-14B-720P-Diffusers --prompt "A cat walks" --negative "" --image cat.png -o cat.safetensors
 
-docs/prompt_to_video.md goes on from there. It needs PyTorch, diffusers, transformers and ftfy."""
+docs/guide/prompt_to_video.md goes on from there. It needs PyTorch, diffusers, transformers and ftfy."""
 PIPELINES = "WanPipeline", "WanImageToVideoPipeline", "HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"
 
 

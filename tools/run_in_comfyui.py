@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs the node in a checkout of ComfyUI, on the CPU, and prints the log that docs/logs/ has.
+"""Runs the node in a checkout of ComfyUI, on the CPU, and prints the log that docs/notebook/logs/ has.
 
-tools/run_in_comfyui.py COMFYUI > docs/logs/comfyui_VERSION.txt
+tools/run_in_comfyui.py COMFYUI > docs/notebook/logs/comfyui_VERSION.txt
 
 Node loader, model classes, patcher and samplers are ComfyUI's own, the models small and random. Each runs untouched, with
 the node at density 1, where the difference is rounding, and at density 0.2.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints docs/settings.md from `scope methods --json`: settings_doc.py SCOPE-COMMAND"""
+"""Prints docs/reference/settings.md from `scope methods --json`: settings_doc.py SCOPE-COMMAND"""
 import json
 import subprocess
 import sys

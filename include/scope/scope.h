@@ -51,7 +51,7 @@ typedef enum scope_status {
   SCOPE_ERROR_SIZE_LIMIT = 6,
   SCOPE_ERROR_WORKSPACE = 7, /* too small; the message and scope_plan_info hold the bytes required */
   SCOPE_ERROR_OUT_OF_MEMORY = 8,
-  SCOPE_ERROR_NON_FINITE = 9, /* NaN, Inf or magnitudes over 1e18 in q or k; a GPU sees less, see docs/abi.md */
+  SCOPE_ERROR_NON_FINITE = 9, /* NaN, Inf or magnitudes over 1e18 in q or k; a GPU sees less, see docs/reference/abi.md */
   SCOPE_ERROR_IO = 10,
   SCOPE_ERROR_FORMAT = 11,
   SCOPE_ERROR_BUSY = 12,
@@ -109,8 +109,8 @@ SCOPE_API const char* scope_context_instruction_set(const scope_context* context
  * refused with the list. */
 SCOPE_API scope_status scope_method_create(const char* name, scope_method** method);
 SCOPE_API void scope_method_destroy(scope_method* method);
-/* One setting by name, for example ("rho", "0.9"); `scope methods` and docs/settings.md list them. scope_plan_create refuses
- * one that would do nothing because of another setting. */
+/* One setting by name, for example ("rho", "0.9"); `scope methods` and docs/reference/settings.md list them.
+ * scope_plan_create refuses one that would do nothing because of another setting. */
 SCOPE_API scope_status scope_method_set(scope_method* method, const char* name, const char* value);
 /* The same for a value that a program chose and not its user: it is never refused for doing nothing. */
 SCOPE_API scope_status scope_method_set_default(scope_method* method, const char* name, const char* value);

@@ -103,7 +103,7 @@ inline constexpr int64_t kMostChannels = 256;   // of a head
 inline constexpr float kMostByte = 127;         // that a number is rounded to
 inline constexpr float kTinyRange = 0x1p-100f;  // and below: as good as zero
 
-// What makes bytes of a head's queries and keys; zeros from dim on. docs/algorithm.md, "8-bit products".
+// What makes bytes of a head's queries and keys; zeros from dim on. docs/reference/algorithm.md, "8-bit products".
 struct ByteFactors {
   float centre[kMostChannels], times_k[kMostChannels], times_q[kMostChannels];
   float unit_k;

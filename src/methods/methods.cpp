@@ -40,8 +40,8 @@ void preset_model(const Model& model, Settings& settings) {
   settings.dense_steps = 0;
 }
 
-// Where a density is met is a row's own: one rho for all heads was measured for ours (docs/methods.md), not for the
-// baselines.
+// Where a density is met is a row's own: one rho for all heads was measured for ours (docs/reference/methods.md), not for
+// the baselines.
 constexpr Method kTable[] = {
     {.name = "scope",
      .help = "SCOPE with group and code counts that follow the sequence length, and a sampled first K-means",

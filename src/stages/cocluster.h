@@ -7,8 +7,8 @@
 
 namespace scope {
 
-// docs/algorithm.md, "Co-clustering", with queries.iterations rounds. Of the arguments of group and encode, `warm`,
-// `sample`, `block`, `similarity`, keys.iterations and keys.scratch are not read; queries.scratch is for both.
+// docs/reference/algorithm.md, "Co-clustering", with queries.iterations rounds. Of the arguments of group and encode,
+// `warm`, `sample`, `block`, `similarity`, keys.iterations and keys.scratch are not read; queries.scratch is for both.
 struct CoclusterArgs {
   GroupArgs queries;
   EncodeArgs keys;  // one subspace: all channels in order

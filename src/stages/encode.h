@@ -12,8 +12,8 @@ namespace scope {
 // Ordered channel index sets that together cover the head dimension exactly once.
 using Partition = std::vector<std::vector<int32_t>>;
 
-// docs/algorithm.md, "Blocks"; cocluster: together with the queries, by stages/cocluster.h instead of this stage; means:
-// blocks whose codes are the means of their keys as they are.
+// docs/reference/algorithm.md, "Blocks"; cocluster: together with the queries, by stages/cocluster.h instead of this stage;
+// means: blocks whose codes are the means of their keys as they are.
 enum class Encoding { kmeans, blocks, cocluster, means };
 
 struct EncodeArgs {

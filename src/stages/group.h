@@ -30,7 +30,7 @@ struct GroupArgs {
   PerHead<int32_t> sizes = {};     // [groups] out
   PerHead<int32_t> order = {};     // [count] out: tokens by group, ascending within a group
   PerHead<int64_t> offsets = {};   // [groups + 1] out
-  PerHead<float> similarity = {};  // [groups] out, optional, blocks only: docs/algorithm.md, "Blocks"
+  PerHead<float> similarity = {};  // [groups] out, optional, blocks only: docs/reference/algorithm.md, "Blocks"
   uint32_t* status = nullptr;      // [1] of the call; device only: bit 0 is set when a row that takes part is not finite
   Scratch scratch = {};
 };

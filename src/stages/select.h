@@ -9,7 +9,7 @@
 
 namespace scope {
 
-// What each keeps: docs/algorithm.md, "Rules". The last five keep every key of some codes and no other.
+// What each keeps: docs/reference/algorithm.md, "Rules". The last five keep every key of some codes and no other.
 enum class Rule { fixed, top_p, hybrid, online, target, clusters, blocks_topk, blocks_cdf, error_aware, deviation };
 
 // What meets a target density: each head, or the mean over a sample's heads at one rho for all of them.

@@ -7,8 +7,8 @@
 
 namespace scope {
 
-// docs/algorithm.md, "Tails". first_order: one virtual key per group; centroids: one per whole cluster that a group drops;
-// mean: a mean value per group; means: one for each part of a group.
+// docs/reference/algorithm.md, "Tails". first_order: one virtual key per group; centroids: one per whole cluster that a
+// group drops; mean: a mean value per group; means: one for each part of a group.
 enum class Tail { none, first_order, centroids, mean, means };
 
 // Virtual keys beside the real ones; group c sees those in its row of `mask`.

@@ -25,7 +25,7 @@ inline constexpr int64_t kRgbChannels = 12;
 inline constexpr int64_t kMostGuides = 4;
 
 // The channels beside the noisy latent [guides + 12, T, H, W]: the first `guides` of mask of frame 0, time, y and x, then
-// the clean latent of frame 0. docs/tiny_video.md has the scales. size: latent elements, half of the pixels.
+// the clean latent of frame 0. docs/notebook/tiny_video.md has the scales. size: latent elements, half of the pixels.
 std::vector<float> first_frame_condition(const io::Image& first, const std::array<int64_t, 3>& size,
                                          int64_t guides = kMostGuides);
 

@@ -48,7 +48,7 @@ class Header:
 frozen, current = Header(sys.argv[1]), Header(sys.argv[2])
 library, compiler = sys.argv[3:]
 
-assert current.minor == frozen.minor, "MINOR has changed: freeze its header (docs/abi.md)"
+assert current.minor == frozen.minor, "MINOR has changed: freeze its header (docs/reference/abi.md)"
 for name, declaration in frozen.functions.items():
     assert current.functions.get(name) == declaration, f"{name} was: {declaration}; is: {current.functions.get(name)}"
 for name, value in frozen.values.items():

@@ -58,8 +58,8 @@ fi
 eval "'$c_compiler' -std=c11 -static '$here/../caller.c' -o '$work/static' $(pkg-config --static --cflags --libs scope)"
 "$work/static"
 
-# docs/first_call.md: its program, by its lines. They have no eval, so HOME is a path without spaces: this folder.
-page="$here/../../docs/first_call.md"
+# docs/guide/first_call.md: its program, by its lines. They have no eval, so HOME is a path without spaces: this folder.
+page="$here/../../docs/guide/first_call.md"
 block() { awk -v fence="\`\`\`$1" '$0 == "```" {on = 0} on {print} $0 == fence {on = 1}' "$page"; }
 mkdir "$work/page"
 mv "$prefix" "$work/page/scope"
@@ -67,5 +67,5 @@ cd "$work/page"
 block c >first_call.c
 block cmake >CMakeLists.txt
 block sh | sed -n '/PKG_CONFIG_PATH/,$p' >lines.sh  # after those that build and install the library
-[ "$(grep -c '^cc \|^cmake ' lines.sh)" -eq 4 ] || fail "docs/first_call.md has other lines than this test expects"
+[ "$(grep -c '^cc \|^cmake ' lines.sh)" -eq 4 ] || fail "docs/guide/first_call.md has other lines than this test expects"
 HOME=. bash -eux lines.sh

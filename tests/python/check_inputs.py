@@ -281,7 +281,7 @@ def numbers():
 
 
 def not_a_number():
-    """Dense calls refuse NaN in q and k as sparse ones do (docs/abi.md)."""
+    """Dense calls refuse NaN in q and k as sparse ones do (docs/reference/abi.md)."""
     for name in "qk":
         dtype, shape, data = TENSORS[name]
         write_tensors(BAD, {**TENSORS, name: (dtype, shape, data[:400] + struct.pack("<f", float("nan")) + data[404:])}, META)

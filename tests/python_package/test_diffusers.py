@@ -1004,8 +1004,8 @@ def test_lenient():
 
 
 def test_quick_start(monkeypatch, tmp_path, capsys):
-    """The lines of docs/diffusers.md as they stand, with a tiny pipeline in the place of the download."""
-    page = (Path(__file__).parents[2] / "docs" / "diffusers.md").read_text()
+    """The lines of docs/guide/diffusers.md as they stand, with a tiny pipeline in the place of the download."""
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "diffusers.md").read_text()
     code, = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
     class Tiny:

@@ -1,11 +1,11 @@
-"""docs/demo.ipynb: its cells run as they stand, and what they show is true."""
+"""docs/guide/demo.ipynb: its cells run as they stand, and what they show is true."""
 import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("PIL")
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "demo.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "guide" / "demo.ipynb"
 
 
 def test_cells(monkeypatch, capsys):

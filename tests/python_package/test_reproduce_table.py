@@ -106,8 +106,8 @@ def test_clips_that_were_not_made(results):
 
 
 def test_settings_are_the_pages():
-    """docs/reproduce.md's table of the six settings."""
-    page = (Path(__file__).parents[2] / "docs/reproduce.md").read_text(encoding="utf-8")
+    """docs/guide/reproduce.md's table of the six settings."""
+    page = (Path(__file__).parents[2] / "docs/guide/reproduce.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+-[ti]2v)` \| (.*?) \|$", page, re.MULTILINE))
     assert list(rows) == list(SETTINGS)
     for name, setting in SETTINGS.items():

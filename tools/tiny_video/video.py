@@ -132,7 +132,7 @@ def render(p, grid):
 
 
 def condition(p):
-    """Motion as tokens [clips, 8, 32]; docs/tiny_video.md lists the features. Appearance is not in them."""
+    """Motion as tokens [clips, 8, 32]; docs/notebook/tiny_video.md lists the features. Appearance is not in them."""
     clips = p["pan"].shape[0]
     out = torch.zeros(clips, TOKENS, FEATURES, device=p["pan"].device)
     out[:, :, :TOKENS] = torch.eye(TOKENS, device=out.device)

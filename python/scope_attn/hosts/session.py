@@ -17,7 +17,7 @@ from .. import _functions
 from .._plan import Handle, Plan, Reason, State, Stats, ranges_of, text_of
 from .._receipt import Call, Receipt
 
-# Below this many tokens dense attention is as fast, at density 0.2 (docs/when_it_pays.md).
+# Below this many tokens dense attention is as fast, at density 0.2 (docs/notebook/when_it_pays.md).
 MIN_TOKENS = {"cpu": 4096, "cuda": 12288}
 CAREFUL_DENSITY = 0.2  # of scope-mean where nothing says how many keys to keep
 SAYS_HOW_MANY = {"density", "density_steps", "rho", "rule"}

@@ -132,7 +132,7 @@ def parse_method(text: str, backend: str) -> Method:
     names = {setting.name for setting in _functions.settings(name)}
     for setting, value in settings.items():
         if setting not in names or not value:
-            raise Refused(f'--methods: "{text}": got "{setting}={value}", expected a setting of docs/settings.md and its value')
+            raise Refused(f'--methods: "{text}": got "{setting}={value}", expected a setting of docs/reference/settings.md and its value')
     if "/" in text or "profile" in settings:
         raise Refused(f'--methods: got "{text}", whose name is a folder\'s too; a profile is given by --profile')
     if name == "dense" and settings:
