@@ -16,7 +16,7 @@ namespace scope::cli {
 namespace {
 
 struct BenchOptions {
-  std::string grid, rope = "44,42,42", dtype, density = "0.2", json, commit;
+  std::string grid, rope = "44,42,42", dtype, density = "0.2", json, commit = scope::built_from();
   int64_t heads = 2, quality = 0;
   int repeat = 5;
   uint64_t seed = 1;
@@ -216,7 +216,6 @@ void run(BenchOptions options) {
   nlohmann::ordered_json json{{"machine", machine_json(context)},
                               {"finished", false},
                               {"commit", options.commit},
-                              {"version", SCOPE_VERSION},
                               {"data", {{"source", "scope make-qkv"}, {"seed", options.seed}, {"rope", options.rope}}}};
   for (const Case& c : cases(options)) {
     json["cases"].push_back(run_case(c, options, context));
@@ -259,7 +258,7 @@ void add_bench(CLI::App& app) {
       ->excludes(grid)
       ->excludes(density);
   CLI::Option* json = command->add_option("--json", options->json, "write the figures here");
-  command->add_option("--commit", options->commit, "recorded in the JSON")->needs(json);
+  command->add_option("--commit", options->commit, "recorded in the JSON; by default the commit that this command was built from")->needs(json);
   options->method.add(*command);
   options->machine.add(*command);
   command->callback([options] { run(*options); });

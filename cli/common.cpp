@@ -403,7 +403,13 @@ std::string json_text(const nlohmann::ordered_json& json, int indent, bool ascii
   }
 }
 
-void write_json(const std::string& path, const nlohmann::ordered_json& json) { write_text(path, json_text(json, 2) + "\n"); }
+std::string version() { return fmt::format("{} (commit {})", SCOPE_VERSION, built_from()); }
+
+void write_json(const std::string& path, const nlohmann::ordered_json& json) {
+  nlohmann::ordered_json whole{{"version", SCOPE_VERSION}, {"commit", built_from()}};
+  whole.update(json);
+  write_text(path, json_text(whole, 2) + "\n");
+}
 
 void write_text(const std::string& path, const std::string& text) {
   const std::span<const std::byte> part = std::as_bytes(std::span(text));

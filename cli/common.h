@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "core/built_from.h"
 #include "io/file.h"
 #include "measure/recall.h"
 #include "measure/synthetic.h"
@@ -122,6 +123,9 @@ nlohmann::ordered_json machine_json(const Context& context);
 std::string utf8_text(const std::string& text);
 // What `dump` gives, with strings that are not UTF-8 escaped so.
 std::string json_text(const nlohmann::ordered_json& json, int indent = -1, bool ascii = false);
+// Of this command, with its commit.
+std::string version();
+// With the version and the commit of this command first, unless `json` has its own.
 void write_json(const std::string& path, const nlohmann::ordered_json& json);
 
 std::vector<std::string> split(std::string_view text, char separator);

@@ -77,7 +77,7 @@ std::string takes(const Capabilities& can) {
 void run(MachineFlags machine) {
   const Context host(machine.threads, machine.instruction_set);
   const auto info = machine_json(host);
-  fmt::print("scope             {}\n", SCOPE_VERSION);
+  fmt::print("scope             {}\n", version());
   fmt::print("machine           {}, {}\n", info["cpu"].get<std::string>(), info["system"].get<std::string>());
   fmt::print("threads           {} of {} cores, {}\n", host.threads(), available_cores(), host.instruction_set());
   // Every backend is tested, and every device of each.

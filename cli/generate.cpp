@@ -294,6 +294,7 @@ void run(const GenerateOptions& options) {
   const double density = mean_density(sample);
   auto seconds = seconds_json(sample);
   nlohmann::ordered_json json{{"version", SCOPE_VERSION},
+                              {"commit", built_from()},
                               {"model", fs::path(model_folder).filename().string()},
                               {"method", options.method},
                               {"settings", settings_json(settings)},

@@ -119,7 +119,7 @@ int run(int argc, char** argv) {
       "  scope methods                                                         every method and setting\n",
       "scope");
   app.require_subcommand(1);
-  app.set_version_flag("--version", SCOPE_VERSION);
+  app.set_version_flag("--version", scope::cli::version());
   scope::cli::add_make_qkv(app);
   scope::cli::add_attend(app);
   scope::cli::add_compare(app);

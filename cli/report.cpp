@@ -160,7 +160,7 @@ void run(const ReportOptions& options) {
   }
   const io::Image first = io::read_png(reference.frames[0]);
   const Sheets layout(std::ssize(reference.frames), first.width, first.height);
-  nlohmann::ordered_json data{{"version", SCOPE_VERSION},
+  nlohmann::ordered_json data{{"version", version()},
                               {"title", options.title},
                               {"frames", reference.frames.size()},
                               {"width", first.width},

@@ -21,7 +21,7 @@ constexpr int64_t kTextTokens = 512, kImageTokens = 257;  // as diffusers' pipel
 
 struct StepsOptions {
   std::string model, variants = "dense,scope:target_density=0.2,scope:target_density=0.1,fast", grid, known, compute, json,
-                     commit;
+                     commit = scope::built_from();
   int64_t steps = 0, layers = 0;  // 0: the model's
   int64_t repeat = 2;
   uint64_t seed = 0;
@@ -138,7 +138,6 @@ class StepsRun {
 
   nlohmann::ordered_json json() const {
     nlohmann::ordered_json out{{"commit", options_.commit},
-                               {"version", SCOPE_VERSION},
                                {"machine", machine_json(context_)},
                                {"host", "native"},
                                {"model", std::filesystem::path(folder_).filename().string()},
@@ -559,7 +558,7 @@ void add_steps(CLI::App& app) {
                    "f32 or bf16, for linear layers and attention; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   CLI::Option* json = command->add_option("--json", options->json, "write the figures here");
-  command->add_option("--commit", options->commit, "recorded in the JSON")->needs(json);
+  command->add_option("--commit", options->commit, "recorded in the JSON; by default the commit that this command was built from")->needs(json);
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

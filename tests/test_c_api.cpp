@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <regex>
 #include <scope/scope.hpp>
 #include <thread>
 
@@ -464,6 +465,10 @@ TEST(CApiTables, SayWhichModelFits) {
 
 TEST(CApiTables, VersionIsTheHeaders) {
   EXPECT_EQ(scope_version(), fmt::format("{}.{}.{}", SCOPE_VERSION_MAJOR, SCOPE_VERSION_MINOR, SCOPE_VERSION_PATCH));
+}
+
+TEST(CApiTables, CommitIsWhatGitSaysOrUnknown) {
+  EXPECT_TRUE(std::regex_match(scope_commit(), std::regex("[0-9a-f]{40}\\+?|unknown"))) << scope_commit();
 }
 
 // ---- structs that grow ----

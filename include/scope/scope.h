@@ -80,6 +80,8 @@ typedef struct scope_state scope_state;
 /* ---- versions and errors ------------------------------------------------------------------------------------------ */
 
 SCOPE_API const char* scope_version(void); /* "0.2.0" */
+/* The commit it was built from, in 40 digits, with a "+" where files differed from it; "unknown" without git. */
+SCOPE_API const char* scope_commit(void);
 SCOPE_API const char* scope_status_name(scope_status status);
 /* This thread's last failure, "" before the first. The text lasts until the next call that fails on this thread. */
 SCOPE_API const char* scope_last_error(void);

@@ -10,6 +10,7 @@
 
 #include "capi/structs.h"
 #include "capi/translate.h"
+#include "core/built_from.h"
 #include "methods/effects.h"
 #include "stages/backends.h"
 
@@ -186,6 +187,8 @@ extern "C" {
 const char* scope_version(void) {
   return SCOPE_TEXT(SCOPE_VERSION_MAJOR) "." SCOPE_TEXT(SCOPE_VERSION_MINOR) "." SCOPE_TEXT(SCOPE_VERSION_PATCH);
 }
+
+const char* scope_commit(void) { return scope::built_from(); }
 
 const char* scope_status_name(scope_status status) {
   static const char* const kNames[] = {"ok",          "invalid argument", "shape",     "dtype",         "alignment",

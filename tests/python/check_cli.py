@@ -5,6 +5,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,15 @@ with tempfile.TemporaryDirectory() as folder:
     accept(*base, "--dump", "--lse", "--layer", "0", "--step", "3", "--steps", "10")
     for name in "qkv":
         np.save(f"{folder}/{name}.npy", {"q": q, "k": k, "v": v}[name])
+    # Every JSON says of which build it is.
+    version, commit = re.fullmatch(r"(\d+\.\d+\.\d+) \(commit ([0-9a-f]{40}\+?|unknown)\)\n", accept("--version")).groups()
+    accept(*base, "--stats", f"{folder}/stats.json")
+    accept("compare", GOOD, "--methods", "scope", "--density", "0.5", "--json", f"{folder}/compare.json")
+    accept("inspect", GOOD, "-o", f"{folder}/inspect")
+    accept("bench", "--grid", "2x4x5", "--rope", "12,10,10", "--heads", "1", "--json", f"{folder}/bench.json")
+    for name in ("stats.json", "compare.json", "inspect/inspect.json", "bench.json"):
+        data = json.load(open(f"{folder}/{name}"))
+        assert (data["version"], data["commit"]) == (version, commit), (name, data["version"], data["commit"])
     npy = ("attend", "--q", f"{folder}/q.npy", "--k", f"{folder}/k.npy", "--v", f"{folder}/v.npy", "--rope", "12,10,10")
     accept(*npy, "-o", f"{folder}/out.npy")
     accept(*npy, "-o", OUT)
@@ -72,7 +82,8 @@ with tempfile.TemporaryDirectory() as folder:
             assert words in list(zip(line.split(), line.split()[1:])), (words, line)
     assert "make-qkv" in accept("--help") and "--dump" in accept("attend", "--help")
 
-    for method in ("svg2", "svg2-ear", "svoo", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2", "sol:q_block=2+k_block=2", "scope:partition=even:2+rule=hybrid"):
+    for method in ("svg2", "svg2-ear", "svoo", "sparge:q_block=4+k_block=2", "sparge-cdf:similarity=-1+q_block=4+k_block=2",
+                   "sol:q_block=2+k_block=2", "scope:partition=even:2+rule=hybrid"):
         said = accept(*base, "--method", method, "--target-density", "0.3")
         assert abs(float(said.split("density ")[-1].split(",")[0]) - 0.3) < 0.02, said
     assert "nearest to 0.3" in accept(*base, "--method", "sparge:q_block=4+k_block=15", "--target-density", "0.3")
@@ -80,7 +91,8 @@ with tempfile.TemporaryDirectory() as folder:
 
     # bench: the method's own rule, at the density asked for.
     bench = ("bench", "--grid", "4x8x8", "--heads", "1", "--repeat", "1", "--density", "0.3", "--json", f"{folder}/b.json")
-    for method, rule in (("scope", "target"), ("scope:rule=top_p", "top_p"), ("svg2:groups=5+codes=90", "clusters"), ("sparge:k_block=4", "blocks_topk")):
+    for method, rule in (("scope", "target"), ("scope:rule=top_p", "top_p"), ("svg2:groups=5+codes=90", "clusters"),
+                         ("sparge:k_block=4", "blocks_topk")):
         accept(*bench, "--method", method)
         rows = json.load(open(f"{folder}/b.json"))["cases"][0]["rows"]
         assert [row["name"] for row in rows][:2] == ["dense", "warm"] and abs(rows[1]["density"] - 0.3) < 0.02, rows
@@ -107,16 +119,20 @@ with tempfile.TemporaryDirectory() as folder:
         assert row["attend_seconds"] > 0 and row["selection_seconds"] + row["attend_seconds"] < 1.01 * row["total_seconds"], row
         assert (row["selection_seconds"] > 0) == (row["first_selection_seconds"] > 0) == (row["method"] != "dense"), row
         words = f"{1e3 * row['selection_seconds']:.1f}", f"{1e3 * row['attend_seconds']:.1f}", f"{row['speedup']:.2f}x"
-        assert [line for line in said.splitlines() if line.startswith(row["method"] + " ") and tuple(line.split()[-3:]) == words], (row, said)
+        assert [line for line in said.splitlines() if line.startswith(row["method"] + " ")
+                and tuple(line.split()[-3:]) == words], (row, said)
     for name in ("recall", "error"):
         lines = xml.etree.ElementTree.parse(f"{folder}/c-{name}.svg").findall("{http://www.w3.org/2000/svg}polyline")
         assert [len(line.get("points").split()) for line in lines] == [2] * len(specs)
     assert "= 3x4x5" in accept(*compare, "--samples", "all", "--methods", "svg2", "--density", "0.3")
     # At a given rho densities are measured; a setting may be every method's.
-    said = accept(*compare, "--methods", "scope,svg2:codes=60", "--rho", "0.5,0.9", "--set", "alpha=0", "--json", f"{folder}/c.json", "--csv", f"{folder}/c.csv")
+    said = accept(*compare, "--methods", "scope,svg2:codes=60", "--rho", "0.5,0.9", "--set", "alpha=0", "--json",
+                  f"{folder}/c.json", "--csv", f"{folder}/c.csv")
     given = json.load(open(f"{folder}/c.json"))
-    assert [(row["method"], row["rho"]) for row in given["rows"]] == [("dense", 1), *((m, r) for m in ("scope", "svg2:codes=60") for r in (0.5, 0.9))]
-    assert given["settings"]["scope"]["alpha"] == "0" and "scope at rho 0.5" in said and open(f"{folder}/c.csv").readline().startswith("method,rho,density")
+    both = [("dense", 1), *((method, rho) for method in ("scope", "svg2:codes=60") for rho in (0.5, 0.9))]
+    assert [(row["method"], row["rho"]) for row in given["rows"]] == both
+    assert given["settings"]["scope"]["alpha"] == "0" and "scope at rho 0.5" in said
+    assert open(f"{folder}/c.csv").readline().startswith("method,rho,density")
     assert given["rows"][1]["density"] < given["rows"][2]["density"] and all(row["notes"] == [] for row in given["rows"])
     for met in ("head", "sample"):
         accept(*compare, "--methods", "scope", "--density", "0.4", "--set", f"target_scope={met}", "--json", f"{folder}/c.json")
@@ -132,7 +148,8 @@ with tempfile.TemporaryDirectory() as folder:
     always = np.arange(60) >= 56
     tensors.save(f"{folder}/mine.safetensors", {"labels": labels, "mask": words(masks), "keep": words(always[None])})
     said = accept(*compare, "--samples", "all", "--methods", "scope", "--density", "0.3", "--selection", f"{folder}/mine.safetensors",
-                  "--selection", f"again={folder}/mine.safetensors", "--json", f"{folder}/c.json", "--csv", f"{folder}/c.csv", "--plots", f"{folder}/c-")
+                  "--selection", f"again={folder}/mine.safetensors", "--json", f"{folder}/c.json", "--csv",
+                  f"{folder}/c.csv", "--plots", f"{folder}/c-")
     given = json.load(open(f"{folder}/c.json"))
     mine, again = given["rows"][2:]
     assert mine["method"] == "mine" and given["selections"] == {"mine": f"{folder}/mine.safetensors", "again": f"{folder}/mine.safetensors"}
@@ -194,7 +211,8 @@ with tempfile.TemporaryDirectory() as folder:
     assert all(abs(h["alpha"] - 0.1 * x / np.mean(clipped)) < 1e-5 for h, x in zip(stats["heads"], clipped))
     kept = f"{folder}/svoo.bin"
     for step, iterations in ((1, 2), (2, 2), (3, 0)):
-        accept(*svoo, "--step", str(step), "--set", "reuse_start=3", "--set", "reuse_steps=0", "--state", kept, "--stats", f"{folder}/s.json")
+        accept(*svoo, "--step", str(step), "--set", "reuse_start=3", "--set", "reuse_steps=0", "--state", kept, "--stats",
+               f"{folder}/s.json")
         stats = json.load(open(f"{folder}/s.json"))
         assert stats["iterations"] == iterations and [h["alpha"] for h in stats["heads"]] == [0.1, 0.1], stats
     place = ("--layer", "1", "--step", "3", "--steps", "9")
