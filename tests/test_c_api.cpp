@@ -239,6 +239,48 @@ TEST_P(CApi, SelectionGoesOutAndComesBack) {
   EXPECT_TRUE(error_names("selection"));
 }
 
+// The program's own threads do the work, in any order, and the bits are those of threads of the context's own.
+TEST(CApiThreads, ComeFromTheProgram) {
+  Host host(&scope::find_backend("cpu"), 11);
+  scope_context_options options = options_for(host.backend, 3);
+  const scope_attn::Context own(options);
+  struct Pool {
+    int calls = 0;
+    int32_t most = 0;
+    static void run(void* self, int32_t tasks, void (*task)(void*, int32_t), void* data) {
+      auto* pool = static_cast<Pool*>(self);
+      ++pool->calls;
+      pool->most = std::max(pool->most, tasks);
+      std::vector<std::thread> threads;
+      for (int32_t i = tasks - 1; i > 0; --i) threads.emplace_back(task, data, i);
+      task(data, 0);
+      for (std::thread& thread : threads) thread.join();
+    }
+  } pool;
+  options.run_tasks = Pool::run;
+  options.run_tasks_pool = &pool;
+  const scope_attn::Context foreign(options);
+  for (const char* method : {"scope", "scope-mean", "dense"}) {
+    Session(host, own, scope_attn::Method(method)).run();
+    const auto expected = host.result();
+    host.clear();
+    pool = {};
+    Session(host, foreign, scope_attn::Method(method)).run();
+    EXPECT_EQ(host.result(), expected) << method;
+    EXPECT_GT(pool.calls, 0) << method;
+    EXPECT_EQ(pool.most, 3) << method;
+  }
+  // A pool that forgets its tasks is found out, and the output is as it was.
+  options.run_tasks = [](void*, int32_t, void (*)(void*, int32_t), void*) {};
+  host.clear();
+  const auto before = host.result();
+  const scope_attn::Context idle(options);
+  Session session(host, idle, scope_attn::Method("dense"));
+  EXPECT_EQ(session.status(session.args), SCOPE_ERROR_INVALID_ARGUMENT);
+  EXPECT_TRUE(error_names("run_tasks")) << scope_last_error();
+  EXPECT_EQ(host.result(), before);
+}
+
 TEST_P(CApi, SettingsThatDoNothingAreRefused) {
   Host host(GetParam(), 3);
   const scope_attn::Context on = context(1);
@@ -491,7 +533,11 @@ Longer<T> longer(T value, unsigned char byte, size_t at = 7) {
 template <class T, class Use>
 void expect_input(const char* name, T valid, const Use& use) {
   EXPECT_EQ(use(&valid), SCOPE_OK) << name << ": " << scope_last_error();
-  for (const size_t wrong : {sizeof(T) - 8, size_t{0}, size_t{8}, size_t{1} << 40}) {
+  constexpr size_t first = scope::capi::kFirstSize<T>;  // an older header's
+  T older = valid;
+  older.struct_size = first;
+  EXPECT_EQ(use(&older), SCOPE_OK) << name << ": " << scope_last_error();
+  for (const size_t wrong : {first - 8, size_t{0}, size_t{8}, size_t{1} << 40}) {
     T other = valid;
     other.struct_size = wrong;
     EXPECT_EQ(use(&other), SCOPE_ERROR_INVALID_ARGUMENT) << name << " of " << wrong;

@@ -91,12 +91,19 @@ SCOPE_API int32_t scope_supports(const char* backend, int32_t dtype, int64_t dim
 
 /* ---- context ------------------------------------------------------------------------------------------------------- */
 
+/* A program's own threads: calls task(data, i) once for every i in [0, tasks), on any threads and in any order, and returns
+ * when all have returned. pool: what the program gave with it. It must not throw; `tasks` is at most the context's threads.
+ * Tasks never wait for one another, so fewer threads than tasks will do. */
+typedef void (*scope_run_tasks)(void* pool, int32_t tasks, void (*task)(void* data, int32_t index), void* data);
+
 typedef struct scope_context_options {
   size_t struct_size;
   const char* backend;         /* "cpu" or "cuda"; NULL: "cpu" */
   int32_t threads;             /* of the host; 0: one per core */
   int32_t device;              /* which one, from 0; a backend without devices ignores it */
   const char* instruction_set; /* of the CPU: "avx512", "avx2" or "portable"; NULL or "auto": the best */
+  scope_run_tasks run_tasks;   /* runs the context's work; NULL: threads that the context starts and ends */
+  void* run_tasks_pool;        /* its first argument */
 } scope_context_options;
 
 /* options: NULL is all defaults. SCOPE_ERROR_UNSUPPORTED for a backend that this build or machine does not have. */

@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import threading
+from typing import Any
 
 byref, pointer = c.byref, c.pointer
 F32, F16, BF16 = 0, 1, 2
@@ -23,7 +24,8 @@ def fields(*groups):
 
 
 class ContextOptions(Sized):
-    _fields_ = fields((c.c_char_p, "backend"), (c.c_int32, "threads device"), (c.c_char_p, "instruction_set"))
+    _fields_ = fields((c.c_char_p, "backend"), (c.c_int32, "threads device"), (c.c_char_p, "instruction_set"),
+                      (c.c_void_p, "run_tasks run_tasks_pool"))
 
 
 class SettingInfo(Sized):
@@ -93,6 +95,7 @@ def prototypes():
     p = c.POINTER
     return [
         ("version", text, []),
+        ("commit", text, []),
         ("status_name", text, [c.c_int]),
         ("last_error", text, []),
         ("supports", i32, [text, i32, i64]),
@@ -157,6 +160,12 @@ class LibScope:
     """libscope.so: its functions by their names without scope_, every status checked."""
 
     VERSION = "0.2."  # any library of this MINOR serves
+    # Those of its functions that are called in here.
+    last_error: Any
+    setting_at: Any
+    method_at: Any
+    model_at: Any
+    model_fit: Any
 
     def __init__(self, path):
         self.path = str(path)

@@ -41,6 +41,7 @@ ContextOptions to_options(const scope_context_options& from) {
   if (from.instruction_set != nullptr) options.instruction_set = from.instruction_set;
   options.threads = from.threads;
   options.device = from.device;
+  options.foreign = {from.run_tasks, from.run_tasks_pool};
   return options;
 }
 

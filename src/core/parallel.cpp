@@ -16,10 +16,14 @@ int available_cores() {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads, const ForeignThreads& foreign) : foreign_(foreign) {
   require(threads >= 0 && threads <= kMostThreads, Status::invalid_argument, "threads: got {}, expected 0 (all cores) to {}",
           threads, kMostThreads);
-  const int total = threads == 0 ? available_cores() : threads;
+  const int total = threads_ = threads == 0 ? available_cores() : threads;
+  if (foreign_.run != nullptr) {
+    in_use_.resize(static_cast<size_t>(total));
+    return;
+  }
   workers_.reserve(static_cast<size_t>(total));
   try {
     for (int i = 1; i < total; ++i) workers_.emplace_back([this, i] { work(i); });
@@ -80,7 +84,7 @@ void ThreadPool::work(int thread) {
 
 void ThreadPool::run_chunks(int64_t chunks, const void* body, Call call) {
   if (chunks <= 0) return;
-  if (workers_.empty() || chunks == 1) {
+  if (threads_ == 1 || chunks == 1) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) call(body, chunk, 0);
     return;
   }
@@ -94,11 +98,45 @@ void ThreadPool::run_chunks(int64_t chunks, const void* body, Call call) {
     busy_ = static_cast<int>(workers_.size());
     ++round_;
   }
+  if (foreign_.run != nullptr) {
+    run_foreign();
+    return;
+  }
   start_.notify_all();
   drain(0);
   std::unique_lock lock(mutex_);
   done_.wait(lock, [&] { return busy_ == 0; });
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+// Foreign threads may call a task late, twice or not at all. No chunk runs after this returned, none runs twice, no two
+// share a thread's index, and chunks that nobody ran are an error.
+void ThreadPool::run_foreign() {
+  const auto tasks = static_cast<int32_t>(std::min<int64_t>(threads_, chunks_));
+  foreign_.run(
+      foreign_.pool, tasks, [](void* self, int32_t index) { static_cast<ThreadPool*>(self)->run_task(index); }, this);
+  std::unique_lock lock(mutex_);
+  const int64_t left = error_ ? 0 : chunks_ - next_;
+  chunks_ = next_;
+  done_.wait(lock, [&] { return busy_ == 0; });
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  require(left == 0, Status::invalid_argument, "run_tasks: it returned before its {} tasks had run", tasks);
+}
+
+void ThreadPool::run_task(int32_t index) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (index < 0 || index >= threads_ || in_use_[static_cast<size_t>(index)]) return;
+    in_use_[static_cast<size_t>(index)] = true;
+    ++busy_;
+  }
+  drain(index);
+  {
+    const std::lock_guard lock(mutex_);
+    in_use_[static_cast<size_t>(index)] = false;
+    --busy_;
+  }
+  done_.notify_one();
 }
 
 }  // namespace scope

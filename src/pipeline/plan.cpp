@@ -36,7 +36,7 @@ void check_shape(const Shape& shape) {
 
 Context::Context(const ContextOptions& options)
     : backend_(&find_backend(options.backend)),
-      pool_(std::make_unique<ThreadPool>(options.threads)),
+      pool_(std::make_unique<ThreadPool>(options.threads, options.foreign)),
       machine_(backend_->open(options, *pool_)) {}
 
 Context::Context(int threads, std::string_view instruction_set)

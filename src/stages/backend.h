@@ -61,6 +61,7 @@ struct ContextOptions {
   int threads = 0;                       // 0: one per core; on a device, of the host's work around it
   std::string instruction_set = "auto";  // the CPU's
   int device = 0;                        // which one
+  ForeignThreads foreign{};              // in the place of threads of our own
 };
 
 // An opened backend: what its stages run on, kept alive with it.

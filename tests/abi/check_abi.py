@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python" / "scope_attn"))
-import _c_api as api  # noqa: E402
+import _c_api as api
 
 
 class Header:
@@ -25,7 +25,8 @@ class Header:
         self.minor = re.findall(r"SCOPE_VERSION_(?:MAJOR|MINOR) (\d+)", text)
         self.structs = {name: [one_line(d) for d in body.split(";") if d.strip()]
                         for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", text, re.S)}
-        self.fields = {name: [re.match(r"\w+", x.strip(" *"))[0] for d in declarations for x in re.sub(r"^(const )?\w+\b", "", d).split(",")]
+        self.fields = {name: [re.match(r"\w+", x.strip(" *"))[0] for d in declarations
+                              for x in re.sub(r"^(const )?\w+\b", "", d).split(",")]
                        for name, declarations in self.structs.items()}
 
     def offsets(self, fields, compiler):
@@ -69,7 +70,7 @@ assert exported == set(current.functions), f"exported but not declared, or not e
 
 # ctypes: the same functions, and the same structs by another hand.
 assert {f"scope_{name}" for name, _, _ in api.prototypes()} == set(current.functions)
-for name, returns, arguments in api.prototypes():
+for name, _, arguments in api.prototypes():
     declared = current.functions[f"scope_{name}"]
     inside = declared[declared.index("(") + 1:-1]
     assert len(arguments) == (0 if inside == "void" else inside.count(",") + 1), declared

@@ -47,7 +47,7 @@ prefix="$work/moved prefix"
 PKG_CONFIG_PATH=$(dirname "$(find "$prefix" -name scope.pc)")
 export PKG_CONFIG_PATH
 folder=$(dirname "$PKG_CONFIG_PATH")
-[ "$(pkg-config --modversion scope)" = "$("$prefix/bin/scope" --version | grep -o '[0-9.]*')" ] || fail "scope.pc has another version"
+[ "$(pkg-config --modversion scope)" = "$("$prefix/bin/scope" --version | cut -d ' ' -f 1)" ] || fail "scope.pc has another version"
 eval "'$c_compiler' -std=c11 '$here/../caller.c' -o '$work/shared' $(pkg-config --cflags --libs scope)"
 LD_LIBRARY_PATH="$folder" "$work/shared"
 ldd "$work/shared" | grep libscope.so.0.2 >/dev/null || fail "pkg-config --libs did not link the shared library"
