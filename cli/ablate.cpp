@@ -25,7 +25,8 @@ namespace {
 namespace fs = std::filesystem;
 
 struct AblateOptions : VideoInputs {
-  std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, profile, resume, output, csv, plot, commit = scope::built_from();
+  std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, profile, resume, output, csv, plot,
+              commit = scope::built_from();
   PointFlags at{.set = {}, .density = "0.2", .rho = ""};
   int64_t seeds = 8, first_seed = 0, steps = 0;    // 0: the model's
   double shift = 0, guidance = 0, guidance_2 = 0;  // 0: the model's
@@ -583,7 +584,10 @@ void add_ablate(CLI::App& app) {
       "a result of the same videos and variants that is not finished, or has fewer seeds: go on after its last");
   command->add_option("--csv", options->csv, "write a line for each variant, density and seed");
   command->add_option("--plot", options->plot, "write PSNR by density as SVG");
-  command->add_option("--commit", options->commit, "recorded in the JSON; by default the commit that this command was built from")->needs(output);
+  command
+      ->add_option("--commit", options->commit,
+                   "recorded in the JSON; by default the commit that this command was built from")
+      ->needs(output);
   options->machine.add(*command);
   command->callback([options] { ablation::run(*options); });
 }

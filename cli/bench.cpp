@@ -258,7 +258,10 @@ void add_bench(CLI::App& app) {
       ->excludes(grid)
       ->excludes(density);
   CLI::Option* json = command->add_option("--json", options->json, "write the figures here");
-  command->add_option("--commit", options->commit, "recorded in the JSON; by default the commit that this command was built from")->needs(json);
+  command
+      ->add_option("--commit", options->commit,
+                   "recorded in the JSON; by default the commit that this command was built from")
+      ->needs(json);
   options->method.add(*command);
   options->machine.add(*command);
   command->callback([options] { run(*options); });

@@ -558,7 +558,10 @@ void add_steps(CLI::App& app) {
                    "f32 or bf16, for linear layers and attention; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
   CLI::Option* json = command->add_option("--json", options->json, "write the figures here");
-  command->add_option("--commit", options->commit, "recorded in the JSON; by default the commit that this command was built from")->needs(json);
+  command
+      ->add_option("--commit", options->commit,
+                   "recorded in the JSON; by default the commit that this command was built from")
+      ->needs(json);
   options->machine.add(*command);
   command->callback([options] { run(*options); });
 }

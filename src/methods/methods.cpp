@@ -40,11 +40,12 @@ void preset_model(const Model& model, Settings& settings) {
   settings.dense_steps = 0;
 }
 
-// Where a density is met is a row's own: one rho for all heads was measured for ours (docs/reference/methods.md), not for
+// Where a density is met is a row's own: one rho for all heads was measured for ours (docs/notebook/choices.md), not for
 // the baselines.
 constexpr Method kTable[] = {
     {.name = "scope",
-     .help = "SCOPE with group and code counts that follow the sequence length, and a sampled first K-means",
+     .help =
+         "SCOPE; the numbers of groups and codes follow the sequence length, and the first K-means sees a sample of tokens",
      .apply_model = scope_model,
      .defaults = [] { return Settings{}; }},
     {.name = "scope-paper",
@@ -57,19 +58,20 @@ constexpr Method kTable[] = {
      .apply_model = scope_model,
      .defaults = [] { return Settings{.proxy = ProxyKind::exact}; }},
     {.name = "scope-mean",
-     .help = "scope-exact with the damped mean of the keys that a group drops, beyond the paper",
+     .help = "scope-exact with a tail that is not in the paper: the damped mean of the keys that a group drops",
      .apply_model = scope_model,
      .defaults = [] { return Settings{.proxy = ProxyKind::exact, .tail = Tail::mean}; }},
     {.name = "fast",
-     .help = "scope-mean at density 0.18 without dense steps and layers",
+     .help = "preset: scope-mean at density 0.18, without dense steps and layers",
      .apply_model = preset_model,
      .defaults = [] { return preset(0.18); }},
     {.name = "quality",
-     .help = "scope-mean at density 0.26 without dense steps and layers",
+     .help = "preset: scope-mean at density 0.26, without dense steps and layers",
      .apply_model = preset_model,
      .defaults = [] { return preset(0.26); }},
     {.name = "svg2",
-     .help = "Sparse VideoGen2: whole clusters of keys by weight, 300 groups and 1,000 clusters, 50 full first iterations",
+     .help =
+         "Sparse VideoGen2: keeps whole clusters of keys by weight; 300 groups, 1,000 clusters, 50 full first iterations",
      .shares_branches = true,
      .apply_model = svg2_model,
      .defaults =
@@ -77,7 +79,7 @@ constexpr Method kTable[] = {
            return Settings{.groups = 300, .partition = "even:1", .codes = 1000, .first_sample = 1.0, .rule = Rule::clusters};
          }},
     {.name = "svg2-ear",
-     .help = "svg2 with SVG-EAR: clusters by the error of leaving them out, and centroids in the place of those left out",
+     .help = "svg2 with SVG-EAR: keeps the clusters that cost most to leave out; centroids stand for the others",
      .apply_model = svg2_model,
      .defaults =
          [] {
@@ -89,7 +91,8 @@ constexpr Method kTable[] = {
                            .tail = Tail::centroids};
          }},
     {.name = "svoo",
-     .help = "SVOO: queries and keys clustered together, 256 and 1,024, and a least share of clusters from a profile",
+     .help = "SVOO: clusters queries into 256 and keys into 1,024, together; a profile gives the least share of clusters to "
+             "keep",
      .shares_branches = true,
      .profiled = true,
      .apply_model = svoo_model,
@@ -111,7 +114,7 @@ constexpr Method kTable[] = {
                            .reuse_steps = 50};
          }},
     {.name = "sparge",
-     .help = "SpargeAttn, topk form: blocks of 64 queries keep half of the blocks of 128 keys, by block means",
+     .help = "SpargeAttn, topk form: each block of 64 queries keeps half of the blocks of 128 keys, by block means",
      .apply_model = no_model,
      .defaults =
          [] {
@@ -123,7 +126,7 @@ constexpr Method kTable[] = {
                            .target_scope = TargetScope::head};
          }},
     {.name = "sparge-cdf",
-     .help = "SpargeAttn, cdf form: 0.98 of the blocks' softmax, and dissimilar blocks whole",
+     .help = "SpargeAttn, cdf form: keeps blocks within 0.98 of their softmax, and every block that is not similar",
      .apply_model = no_model,
      .defaults =
          [] {
@@ -136,7 +139,7 @@ constexpr Method kTable[] = {
                            .similarity = 0.6};
          }},
     {.name = "sol",
-     .help = "Sol-Attn: blocks of 64 that stand out of their row by a deviation, block means in the place of the others",
+     .help = "Sol-Attn: keeps blocks of 64 that score a deviation above their row's mean; block means stand for the others",
      .morton = true,
      .apply_model = no_model,
      .defaults =

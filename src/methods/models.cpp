@@ -72,7 +72,7 @@ const Model kTable[] = {
      .svg2 = kWanSvg2,
      .svoo = kWan21},
     {.name = "wan2.1-14b-distilled",
-     .help = "Wan2.1 14B, 4- to 8-step variants, 480p: no dense prefix fits",
+     .help = "Wan2.1 14B, variants of 4 to 8 steps, 480p: too few steps for a dense prefix",
      .layers = 40,
      .heads = 40,
      .dim = 128,
@@ -151,7 +151,7 @@ const Model kTable[] = {
      .svoo = kHunyuan},
     // The shapes from here on are published, a schedule for sparse attention is not: that of Wan.
     {.name = "cogvideox-5b",
-     .help = "CogVideoX and CogVideoX1.5 5B, 81 frames at 768p in the latter, up to 226 text tokens",
+     .help = "CogVideoX 5B and CogVideoX1.5 5B (81 frames at 768p), up to 226 text tokens",
      .layers = 42,
      .heads = 48,
      .dim = 64,
@@ -164,7 +164,7 @@ const Model kTable[] = {
      .svoo = kWan21},
     // Channel i of a head turns with channel i + 48, and the last 32 do not turn: no ranges.
     {.name = "minimax-h3",
-     .help = "MiniMax-H3, 124 frames at 768p, beside them text, audio and references",
+     .help = "MiniMax-H3, 124 frames at 768p, with text, audio and references beside the video",
      .layers = 50,
      .heads = 56,
      .dim = 128,

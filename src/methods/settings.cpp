@@ -132,7 +132,7 @@ std::string names_where(std::span<const Row> rows, const Holds& holds) {
   return text;
 }
 
-// "1/2 of it (hybrid, …) or 1/4 (…)": what an alpha is lowered to under a target.
+// "1/2 of the target (hybrid, …) or 1/4 (…)": what an alpha is lowered to under a target.
 std::string floors() {
   std::map<int, std::string> rules;
   for (const RuleRow& rule : rule_rows()) {
@@ -142,7 +142,7 @@ std::string floors() {
   }
   std::string text;
   for (const auto& [floor, which] : rules) {
-    text += fmt::format("{}1/{}{} ({})", text.empty() ? "" : " or ", floor, text.empty() ? " of it" : "", which);
+    text += fmt::format("{}1/{}{} ({})", text.empty() ? "" : " or ", floor, text.empty() ? " of the target" : "", which);
   }
   return text;
 }
@@ -152,47 +152,49 @@ std::vector<Setting> make_table() {
       {"group", "group", names(grouping_rows()), "how queries are grouped. " + help_of(grouping_rows()),
        [](Settings& s, std::string_view t) { s.group = choice("group", t, grouping_rows()); },
        [](const Settings& s) { return std::string(row(s.group).name); }},
-      {"groups", "group", "auto | 1..65536", "query groups; auto = " + kAutoGroups.text(),
+      {"groups", "group", "auto | 1..65536", "number of query groups; auto = " + kAutoGroups.text(),
        [](Settings& s, std::string_view t) { s.groups = count_or_auto("groups", t); },
        [](const Settings& s) { return count_text(s.groups); }},
       {"q_block", "group", "1..65536",
-       fmt::format("queries of a block (group = {})",
+       fmt::format("queries in a block (group = {})",
                    names_where(grouping_rows(), [](const GroupingRow& each) { return each.blocks; })),
        [](Settings& s, std::string_view t) { s.q_block = integer("q_block", t, 1, kMostClusters, "1..65536"); },
        [](const Settings& s) { return std::to_string(s.q_block); }},
       {"encode", "encode", names(encoding_rows()), "what a key's code is. " + help_of(encoding_rows()),
        [](Settings& s, std::string_view t) { s.encode = choice("encode", t, encoding_rows()); },
        [](const Settings& s) { return std::string(row(s.encode).name); }},
-      {"partition", "encode", "rope | even:M | random:M", "how channels are split into subspaces; rope = the T/H/W ranges",
+      {"partition", "encode", "rope | even:M | random:M",
+       "how channels are split into subspaces. rope: the T, H and W ranges; even:M: M runs of channels; random:M: M sets of "
+       "shuffled channels",
        [](Settings& s, std::string_view t) {
          check_partition_name(t);
          s.partition = t;
        },
        [](const Settings& s) { return s.partition; }},
-      {"codes", "encode", "auto | 1..65536", "codebook entries per subspace; auto = " + kAutoCodes.text(),
+      {"codes", "encode", "auto | 1..65536", "codebook entries in each subspace; auto = " + kAutoCodes.text(),
        [](Settings& s, std::string_view t) { s.codes = count_or_auto("codes", t); },
        [](const Settings& s) { return count_text(s.codes); }},
       {"k_block", "encode", "1..65536",
-       fmt::format("keys of a block (encode = {})",
+       fmt::format("keys in a block (encode = {})",
                    names_where(encoding_rows(), [](const EncodingRow& each) { return each.blocks; })),
        [](Settings& s, std::string_view t) { s.k_block = integer("k_block", t, 1, kMostClusters, "1..65536"); },
        [](const Settings& s) { return std::to_string(s.k_block); }},
-      {"iterations", "kmeans", "1..10000", "K-means iterations of a warm call; rounds of co-clustering in every call",
+      {"iterations", "kmeans", "1..10000", "K-means iterations in a warm call; under cocluster, rounds in every call",
        [](Settings& s, std::string_view t) {
          s.iterations = static_cast<int>(integer("iterations", t, 1, 10000, "1..10000"));
        },
        [](const Settings& s) { return std::to_string(s.iterations); }},
-      {"first_iterations", "kmeans", "1..10000", "K-means iterations of a first call, which starts from random rows",
+      {"first_iterations", "kmeans", "1..10000", "K-means iterations in a first call, which starts from random rows",
        [](Settings& s, std::string_view t) {
          s.first_iterations = static_cast<int>(integer("first_iterations", t, 1, 10000, "1..10000"));
        },
        [](const Settings& s) { return std::to_string(s.first_iterations); }},
       {"first_sample", "kmeans", "(0, 1]",
-       "share of tokens that all but the last 2 first-call iterations see (at least 8 per cluster)",
+       "share of the tokens that a first call's iterations see, all but the last 2 (at least 8 tokens for each cluster)",
        [](Settings& s, std::string_view t) { s.first_sample = share("first_sample", t, false, "a share in (0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.first_sample); }},
       {"seed", "kmeans", "0..9223372036854775807",
-       "names the random starting rows; the same for every head, batch slot and rank",
+       "seed of the starting rows and of partition random:M; draws are the same for every head, batch slot and rank",
        [](Settings& s, std::string_view t) {
          s.seed = static_cast<uint64_t>(integer("seed", t, 0, std::numeric_limits<int64_t>::max(), "an integer >= 0"));
        },
@@ -201,12 +203,12 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.proxy = choice("proxy", t, proxy_rows()); },
        [](const Settings& s) { return std::string(row(s.proxy).name); }},
       {"rule", "select", names(rule_rows()),
-       fmt::format("what a group keeps. {}. Whole codes, of a single subspace: {}", help_of(rule_rows()),
+       fmt::format("what a group keeps: keys, or whole codes of a single subspace ({1}). {0}", help_of(rule_rows()),
                    names_where(rule_rows(), [](const RuleRow& each) { return each.whole_codes; })),
        [](Settings& s, std::string_view t) { s.rule = choice("rule", t, rule_rows()); },
        [](const Settings& s) { return std::string(row(s.rule).name); }},
       {"rho", "select", "(0, 1]",
-       "share of the proxy's mass that what a group keeps must reach, or not pass, where its `rule` says so",
+       "share of the proxy's mass that the kept keys must reach, or must not pass, where the rule says so",
        [](Settings& s, std::string_view t) { s.rho = share("rho", t, false, "a share in (0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.rho); }},
       {"alpha", "select", "[0, 1]",
@@ -216,39 +218,39 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.alpha = share("alpha", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.alpha); }},
       {"alpha_first", "select", names(kSwitch),
-       "yes: a target density above alpha leaves alpha as it is, and one below lowers it; "
-       "no: a target lowers an alpha above half of it, so that heads may differ",
+       "whether a target density leaves alpha as it is. no: a target lowers alpha as target_density says, so that heads may "
+       "differ; yes: only a target that is not above alpha lowers it",
        [](Settings& s, std::string_view t) { s.alpha_first = choice("alpha_first", t, kSwitch); },
        [](const Settings& s) { return name_of(s.alpha_first, kSwitch); }},
       {"profile", "select", "none | FILE",
-       fmt::format("CSV of `scope profile` or of SVOO's authors: in the place of alpha, each head's density at the call's "
-                   "step and layer; alpha where it has none ({})",
+       fmt::format("CSV of `scope profile` or of SVOO's authors. In the place of alpha it gives each head's density at the "
+                   "call's step and layer; alpha holds where it has none ({})",
                    names_where(rule_rows(), [](const RuleRow& each) { return each.profile; })),
        [](Settings& s, std::string_view t) {
          s.profile = t == "none" ? nullptr : std::make_shared<const Profile>(read_profile(std::string(t)));
        },
        [](const Settings& s) { return s.profile == nullptr ? "none" : s.profile->path; }},
-      {"profile_low", "select", "[0, 1]", "what a density of the profile is raised to",
+      {"profile_low", "select", "[0, 1]", "a lower density of the profile is raised to this",
        [](Settings& s, std::string_view t) { s.profile_low = share("profile_low", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.profile_low); }},
-      {"profile_high", "select", "[0, 1]", "what a density of the profile is lowered to",
+      {"profile_high", "select", "[0, 1]", "a higher density of the profile is lowered to this",
        [](Settings& s, std::string_view t) { s.profile_high = share("profile_high", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.profile_high); }},
       {"density", "select", "(0, 1]",
-       "share of keys or blocks that is kept, where `rule` says so: by every group, or on average (target)",
+       "share of keys or blocks to keep, where the rule says so: by every group, or on average (target)",
        [](Settings& s, std::string_view t) { s.density = share("density", t, false, "a share in (0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.density); }},
       {"target_density", "select", "none | (0, 1]",
-       "density that the call is to meet, whatever the rule: what the rule compares with is solved in the call, and a "
-       "larger alpha lowered to " +
+       "density that each call meets, under any rule: the call solves for what the rule compares with; a larger alpha is "
+       "lowered to " +
            floors(),
        [](Settings& s, std::string_view t) {
          s.target_density = t == "none" ? 0.0 : share("target_density", t, false, "none or a share in (0, 1]");
        },
        [](const Settings& s) { return s.target_density == 0 ? "none" : fmt::format("{}", s.target_density); }},
       {"density_steps", "select", "none | SHARE:DENSITY,...",
-       "target_density by step, as 0.2:0.3,1:0.08: 0.3 in the first fifth of the steps, then 0.08; shares rise to 1, a "
-       "density of 1 is a dense call, and a call without a step takes the last",
+       "target_density by step. 0.2:0.3,1:0.08 is 0.3 in the first fifth of the steps, then 0.08. Shares rise to 1; density "
+       "1 is a dense call; a call without a step takes the last",
        [](Settings& s, std::string_view t) {
          s.density_steps = t == "none" ? std::vector<DensityStep>{} : density_steps(t);
        },
@@ -258,8 +260,9 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.target_scope = choice("target_scope", t, target_scope_rows()); },
        [](const Settings& s) { return std::string(row(s.target_scope).name); }},
       {"similarity", "select", "[-1, 1]",
-       fmt::format("mean cosine within a block above which it is similar; others are kept whole ({})",
-                   names_where(rule_rows(), [](const RuleRow& each) { return each.similarity; })),
+       fmt::format(
+           "a block is similar if the mean cosine of its rows is above this; blocks that are not are kept whole ({})",
+           names_where(rule_rows(), [](const RuleRow& each) { return each.similarity; })),
        [](Settings& s, std::string_view t) { s.similarity = cosine("similarity", t); },
        [](const Settings& s) { return fmt::format("{}", s.similarity); }},
       {"tail", "attend", names(tail_rows()), "what stands for the keys that a group drops. " + help_of(tail_rows()),
@@ -270,66 +273,68 @@ std::vector<Setting> make_table() {
          s.tail = tail;
        },
        [](const Settings& s) { return std::string(row(s.tail).name); }},
-      {"tail_weight", "attend", "[0, 1]", "how much of the dropped keys' weight goes to their mean (tail = mean, means)",
+      {"tail_weight", "attend", "[0, 1]", "share of the dropped keys' weight that goes to their mean (tail = mean, means)",
        [](Settings& s, std::string_view t) { s.tail_weight = share("tail_weight", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.tail_weight); }},
-      {"tail_parts", "attend", "1..16", "parts that each group is split into, with a mean each (tail = means)",
+      {"tail_parts", "attend", "1..16", "parts that each group is split into, each with a mean of its own (tail = means)",
        [](Settings& s, std::string_view t) { s.tail_parts = integer("tail_parts", t, 1, kMostParts, "1..16"); },
        [](const Settings& s) { return std::to_string(s.tail_parts); }},
-      {"tail_stride", "attend", "1..64", "n: the means are taken from every n-th key (tail = means)",
+      {"tail_stride", "attend", "1..64", "n, where the means are taken from every n-th key (tail = means)",
        [](Settings& s, std::string_view t) { s.tail_stride = integer("tail_stride", t, 1, 64, "1..64"); },
        [](const Settings& s) { return std::to_string(s.tail_stride); }},
-      {"dense_layers", "schedule", "0..100000", "layers below this index attend densely at every step",
+      {"dense_layers", "schedule", "0..100000", "how many of the first layers attend densely at every step",
        [](Settings& s, std::string_view t) { s.dense_layers = integer("dense_layers", t, 0, 100000, "0..100000"); },
        [](const Settings& s) { return std::to_string(s.dense_layers); }},
-      {"dense_steps", "schedule", "[0, 1]", "share of the first denoising steps that attend densely",
+      {"dense_steps", "schedule", "[0, 1]",
+       "share of the steps that attend densely at the start, rounded down to whole steps",
        [](Settings& s, std::string_view t) { s.dense_steps = share("dense_steps", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.dense_steps); }},
-      {"dense_last_steps", "schedule", "[0, 1]", "share of the last denoising steps that attend densely",
+      {"dense_last_steps", "schedule", "[0, 1]",
+       "share of the steps that attend densely at the end, rounded down to whole steps",
        [](Settings& s, std::string_view t) { s.dense_last_steps = share("dense_last_steps", t, true, "a share in [0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.dense_last_steps); }},
       {"warm_prefix", "schedule", names(kSwitch),
-       "cluster during the scheduled dense calls too, so that the first sparse call is warm",
+       "cluster in the dense calls of dense_steps and density_steps too, so that the first sparse call is warm",
        [](Settings& s, std::string_view t) { s.warm_prefix = choice("warm_prefix", t, kSwitch); },
        [](const Settings& s) { return name_of(s.warm_prefix, kSwitch); }},
       {"reuse_start", "schedule", "1..1000000000",
-       "step from which on clusters are reused (reuse_interval > 1), counted from 1: it clusters, and those after it reuse",
+       "first step, counted from 1, whose clusters are reused (reuse_interval > 1): it clusters, the steps after it reuse",
        [](Settings& s, std::string_view t) { s.reuse_start = integer("reuse_start", t, 1, kMostSteps, "1..1000000000"); },
        [](const Settings& s) { return std::to_string(s.reuse_start); }},
       {"reuse_interval", "schedule", "1..1000000000",
-       "steps from one clustering to the next, from reuse_start on; between them clusters come from the state as they are",
+       "steps from one clustering to the next, from reuse_start on; calls between them take the state's clusters as they "
+       "are",
        [](Settings& s, std::string_view t) {
          s.reuse_interval = integer("reuse_interval", t, 1, kMostSteps, "1..1000000000");
        },
        [](const Settings& s) { return std::to_string(s.reuse_interval); }},
       {"reuse_steps", "schedule", "0..1000000000",
-       "steps of the run that reuse_start and reuse_interval are meant for; a run of others scales them; 0 = as they are",
+       "steps of the run that reuse_start and reuse_interval are meant for; a longer or shorter run scales them; 0 = never",
        [](Settings& s, std::string_view t) { s.reuse_steps = integer("reuse_steps", t, 0, kMostSteps, "0..1000000000"); },
        [](const Settings& s) { return std::to_string(s.reuse_steps); }},
-      {"layers", "schedule", "0..100000", "layers of the model, which a profile must have; 0 = not said",
+      {"layers", "schedule", "0..100000", "number of the model's layers, which a profile must have; 0 = not said",
        [](Settings& s, std::string_view t) { s.layers = integer("layers", t, 0, 100000, "0..100000"); },
        [](const Settings& s) { return std::to_string(s.layers); }},
-      {"state_dtype", "state", names(kStateTypes), "how centroids are kept between calls; bf16 halves the state",
+      {"state_dtype", "state", names(kStateTypes),
+       "type of the centroids that are kept between calls; bf16 halves the state",
        [](Settings& s, std::string_view t) { s.state_dtype = choice("state_dtype", t, kStateTypes); },
        [](const Settings& s) { return name_of(s.state_dtype, kStateTypes); }},
-      {"check_finite", "call", names(kSwitch), "refuse NaN and Inf in q and k before anything is written",
+      {"check_finite", "call", names(kSwitch),
+       "refuse NaN, Inf and magnitudes over 1e18 in q and k before anything is written; a GPU sees less, and later",
        [](Settings& s, std::string_view t) { s.check_finite = choice("check_finite", t, kSwitch); },
        [](const Settings& s) { return name_of(s.check_finite, kSwitch); }},
       {"kernel", "attend", names(kKernels),
-       "which CUDA kernels attend, K-means and the mean use: wgmma needs sm_90, portable runs on sm_80 and later",
+       "CUDA kernels of attend, K-means and the mean; wgmma needs sm_90, portable runs on sm_80 and later",
        [](Settings& s, std::string_view t) { s.kernel = choice("kernel", t, kKernels); },
        [](const Settings& s) { return name_of(s.kernel, kKernels); }},
       {"products", "attend", names(products_rows()),
-       "what attend multiplies, in dense calls too; qk8 needs CUDA, or on the CPU bf16 inputs and AVX-512 with BF16 and "
-       "VNNI; "
-       "qkv8 needs CUDA's wgmma kernel. " +
-           help_of(products_rows()),
+       "what attend multiplies, in dense calls too. " + help_of(products_rows()),
        [](Settings& s, std::string_view t) { s.products = choice("products", t, products_rows()); },
        [](const Settings& s) { return std::string(row(s.products).name); }},
       {"workspace_limit", "call", "auto | 1..1048576",
-       "MiB of workspace on a GPU: heads are processed in as few chunks as fit, with the same bits; auto = max(400, with "
+       "MiB of workspace on a GPU. Heads go in as few chunks as fit, with the same bits. auto = the larger of 400 (with "
        "8-bit "
-       "products 1600, 1.5 times the least that will do)",
+       "products 1600) and 1.5 times the least that will do",
        [](Settings& s, std::string_view t) {
          s.workspace_limit = t == "auto" ? 0 : integer("workspace_limit", t, 1, 1048576, "auto or 1..1048576 MiB");
        },

@@ -10,7 +10,7 @@ namespace {
 constexpr GroupingRow kGroupings[] = {
     {.choice = Grouping::kmeans,
      .name = "kmeans",
-     .help = "by K-means over all channels",
+     .help = "K-means over all channels",
      .iterates = true,
      .warm = true,
      .blocks = false,
@@ -18,7 +18,7 @@ constexpr GroupingRow kGroupings[] = {
      .with_keys = false},
     {.choice = Grouping::raster,
      .name = "raster",
-     .help = "in raster order, as `groups` runs",
+     .help = "runs in raster order, `groups` of them",
      .iterates = false,
      .warm = true,
      .blocks = false,
@@ -26,7 +26,7 @@ constexpr GroupingRow kGroupings[] = {
      .with_keys = false},
     {.choice = Grouping::blocks,
      .name = "blocks",
-     .help = "in raster order, as runs of `q_block`",
+     .help = "runs in raster order, of `q_block` queries each",
      .iterates = false,
      .warm = true,
      .blocks = true,
@@ -34,7 +34,7 @@ constexpr GroupingRow kGroupings[] = {
      .with_keys = false},
     {.choice = Grouping::cocluster,
      .name = "cocluster",
-     .help = "together with the keys",
+     .help = "clustered together with the keys",
      .iterates = true,
      .warm = false,
      .blocks = false,
@@ -63,7 +63,7 @@ constexpr EncodingRow kEncodings[] = {
      .means = false},
     {.choice = Encoding::cocluster,
      .name = "cocluster",
-     .help = "its cluster when clustered with the queries",
+     .help = "its cluster when clustered together with the queries",
      .iterates = true,
      .warm = false,
      .blocks = false,
@@ -72,7 +72,7 @@ constexpr EncodingRow kEncodings[] = {
      .means = true},
     {.choice = Encoding::means,
      .name = "means",
-     .help = "as blocks, without taking the mean of all keys off",
+     .help = "as blocks, without subtracting the mean of all keys",
      .iterates = false,
      .warm = true,
      .blocks = true,
@@ -83,7 +83,10 @@ constexpr EncodingRow kEncodings[] = {
 
 constexpr ProxyRow kProxies[] = {
     {.choice = ProxyKind::codes, .name = "codes", .help = "by their codes", .codes = true},
-    {.choice = ProxyKind::exact, .name = "exact", .help = "exactly against the group centroids (no encode)", .codes = false},
+    {.choice = ProxyKind::exact,
+     .name = "exact",
+     .help = "by their own product with the group's centroid, without encode",
+     .codes = false},
 };
 
 constexpr RuleRow kRules[] = {
@@ -99,7 +102,7 @@ constexpr RuleRow kRules[] = {
      .meets = Meets::itself},
     {.choice = Rule::top_p,
      .name = "top_p",
-     .help = "the keys that reach rho of the proxy's mass",
+     .help = "the best keys, until they reach the share rho of the proxy's mass",
      .whole_codes = false,
      .similarity = false,
      .errors = false,
@@ -109,7 +112,7 @@ constexpr RuleRow kRules[] = {
      .meets = Meets::by_bound},
     {.choice = Rule::hybrid,
      .name = "hybrid",
-     .help = "top_p with alpha as the least share",
+     .help = "as top_p, and at least the share alpha of the keys",
      .whole_codes = false,
      .similarity = false,
      .errors = false,
@@ -119,7 +122,7 @@ constexpr RuleRow kRules[] = {
      .meets = Meets::by_bound},
     {.choice = Rule::online,
      .name = "online",
-     .help = "hybrid with the head's mean as the least",
+     .help = "as hybrid, and at least as many keys as the head's mean",
      .whole_codes = false,
      .similarity = false,
      .errors = false,
@@ -129,7 +132,7 @@ constexpr RuleRow kRules[] = {
      .meets = Meets::as_target},
     {.choice = Rule::target,
      .name = "target",
-     .help = "online with rho solved for `density`",
+     .help = "as online, with rho solved in the call so that `density` is met",
      .whole_codes = false,
      .similarity = false,
      .errors = false,
@@ -139,7 +142,7 @@ constexpr RuleRow kRules[] = {
      .meets = Meets::by_rho},
     {.choice = Rule::clusters,
      .name = "clusters",
-     .help = "whole clusters by weight up to rho, at least the share alpha of them",
+     .help = "whole clusters by weight, until they pass the share rho of it, and at least the share alpha of the clusters",
      .whole_codes = true,
      .similarity = false,
      .errors = false,
@@ -149,7 +152,7 @@ constexpr RuleRow kRules[] = {
      .meets = Meets::by_bound},
     {.choice = Rule::blocks_topk,
      .name = "blocks_topk",
-     .help = "the share `density` of the blocks, and dissimilar ones whole",
+     .help = "the share `density` of the blocks, and every block that is not similar",
      .whole_codes = true,
      .similarity = true,
      .errors = false,
@@ -159,7 +162,7 @@ constexpr RuleRow kRules[] = {
      .meets = Meets::by_bound},
     {.choice = Rule::blocks_cdf,
      .name = "blocks_cdf",
-     .help = "the blocks within rho of the softmax, and dissimilar ones whole",
+     .help = "the blocks within the share rho of the softmax, and every block that is not similar",
      .whole_codes = true,
      .similarity = true,
      .errors = false,
@@ -169,7 +172,7 @@ constexpr RuleRow kRules[] = {
      .meets = Meets::by_bound},
     {.choice = Rule::error_aware,
      .name = "error_aware",
-     .help = "whole clusters by what leaving them out costs, as many keys as clusters keeps",
+     .help = "the whole clusters that cost most to leave out, with as many keys as rule clusters keeps",
      .whole_codes = true,
      .similarity = false,
      .errors = true,
@@ -180,8 +183,8 @@ constexpr RuleRow kRules[] = {
     {.choice = Rule::deviation,
      .name = "deviation",
      .help =
-         "the blocks above the row's mean by so many deviations that rho of a normal row is, the queries' own and the two "
-         "beside it",
+         "blocks whose score is at least t standard deviations above their row's mean, where rho = 1 - Phi(t), and always "
+         "the queries' own block and its two neighbours",
      .whole_codes = true,
      .similarity = false,
      .errors = false,
@@ -194,20 +197,22 @@ constexpr RuleRow kRules[] = {
 
 constexpr TargetScopeRow kTargetScopes[] = {
     {.choice = TargetScope::head, .name = "head", .help = "each head, at a rho of its own"},
-    {.choice = TargetScope::sample, .name = "sample", .help = "the mean over a sample's heads, at one rho for all of them"},
+    {.choice = TargetScope::sample,
+     .name = "sample",
+     .help = "the mean over a batch element's heads, at one rho for all of them"},
 };
 
 constexpr TailRow kTails[] = {
     {.choice = Tail::none, .name = "none", .help = "nothing", .per_group = false, .per_code = false, .mixes = false},
     {.choice = Tail::first_order,
      .name = "first_order",
-     .help = "one virtual key per group",
+     .help = "one virtual key for each group",
      .per_group = true,
      .per_code = false,
      .mixes = false},
     {.choice = Tail::centroids,
      .name = "centroids",
-     .help = "one virtual key per whole cluster that a group drops",
+     .help = "one virtual key for each whole cluster that a group drops",
      .per_group = false,
      .per_code = true,
      .mixes = false},
@@ -219,8 +224,7 @@ constexpr TailRow kTails[] = {
      .mixes = true},
     {.choice = Tail::means,
      .name = "means",
-     .help =
-         "a mean value for each part of a group, from a sample of the keys, which each query weighs against what it keeps",
+     .help = "a mean value for each part of a group, from a sample of the keys, weighed by each query against what it keeps",
      .per_group = false,
      .per_code = false,
      .mixes = true,
@@ -229,8 +233,10 @@ constexpr TailRow kTails[] = {
 
 constexpr ProductsRow kProducts[] = {
     {.choice = Products::bf16, .name = "bf16", .help = "the inputs as they are, whatever their type"},
-    {.choice = Products::qk8, .name = "qk8", .help = "queries and keys in 8 bits"},
-    {.choice = Products::qkv8, .name = "qkv8", .help = "probabilities and values in 8 bits too"},
+    {.choice = Products::qk8,
+     .name = "qk8",
+     .help = "queries and keys in 8 bits (CUDA; on the CPU bf16 inputs and AVX-512 with BF16 and VNNI)"},
+    {.choice = Products::qkv8, .name = "qkv8", .help = "probabilities and values in 8 bits too (CUDA's wgmma kernel)"},
 };
 
 template <class Row, size_t n>
