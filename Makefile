@@ -1,7 +1,7 @@
 # The two commands of the README, and what developers run besides.
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test wheel docs report format install clean
+.PHONY: demo test wheel docs report lint format install clean
 
 demo:  ## build the command, generate a video with dense attention, SCOPE and SVG2, and compare them; GRID=3x20x32 makes a shorter one
 	@tools/bootstrap.sh demo
@@ -33,6 +33,10 @@ report:  ## whole videos of every variant on a GPU, into docs/notebook/fidelity.
 	@cmake --build build/cuda -j $(JOBS) --target scope scope_command
 	@tools/measure_gpu.sh videos
 	@bench/report.py
+
+lint:  ## ruff and mypy over all Python
+	@tools/bootstrap.sh lint
+	@.ci/lint
 
 format:
 	@git ls-files '*.cpp' '*.h' '*.hpp' '*.c' '*.cu' '*.cuh' | xargs clang-format-14 -i

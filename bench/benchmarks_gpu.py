@@ -7,8 +7,8 @@ q, k, v come from the bundled video model at Wan's 720p grid and from `scope mak
 Needs PyTorch with CUDA, numpy and safetensors.
 """
 import argparse
+import contextlib
 import ctypes
-import json
 import pathlib
 import statistics
 import subprocess
@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "python" / "scope_attn"))
 sys.path.insert(0, str(ROOT / "tools" / "tiny_video"))
-import _c_api as api  # noqa: E402
-import provenance  # noqa: E402
+import _c_api as api
+import provenance
 
 STAGES = ("group", "encode", "score", "select", "attend")
 VIDEO_HEADS = 12  # the bundled model's: 2 in each of 6 layers
@@ -79,10 +79,8 @@ def video_model(grid, heads):
             return super().__call__(step, layer, q, k, v)
 
     capture = Middle(10)
-    try:
+    with contextlib.suppress(Enough):
         sample(net, latent, tokens, noise_for([seed], latent.shape[1:], "cuda"), 20, capture)
-    except Enough:
-        pass
     assert sum(layer[0].shape[1] for layer in capture.layers) == VIDEO_HEADS
     return tuple(repeat_heads(torch.cat([layer[i] for layer in capture.layers], 1).bfloat16(), heads) for i in range(3))
 
@@ -185,7 +183,8 @@ def compare(libscope, name, tensors, different_heads, rope, densities, options, 
     q, k, v = tensors
     heads, tokens, dim = q.shape[1:]
     flop = 4 * heads * tokens * tokens * dim
-    result = {"name": name, "heads": heads, "different_heads": different_heads, "tokens": tokens, "text": text, "dim": dim, "rope": rope, "rows": []}
+    result = {"name": name, "heads": heads, "different_heads": different_heads, "tokens": tokens, "text": text, "dim": dim,
+              "rope": rope, "rows": []}
     print(f"\n{name}: {heads} heads x {tokens} tokens ({text} of text) x {dim}, {q.dtype}", flush=True)
     print(f"{'':34} {'density':>8} {'total':>8} {'/cuDNN':>7} " + " ".join(f"{s:>7}" for s in STAGES) +
           f" {'other':>6} {'TFLOP/s':>8} {'recall':>7} {'error':>7}")
@@ -226,10 +225,12 @@ def compare(libscope, name, tensors, different_heads, rope, densities, options, 
         elif long:
             variants += [("scope, fixed k", "scope", {"rule": "fixed"}), ("scope-exact, rule=target", "scope-exact", {"rule": "target"}),
                          ("scope-mean, rule=target", "scope-mean", {"rule": "target"}),
-                         *((f"scope-mean, target, {p}", "scope-mean", {"rule": "target", "products": p}) for p in ("qk8", "qkv8")), ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
+                         *((f"scope-mean, target, {p}", "scope-mean", {"rule": "target", "products": p}) for p in ("qk8", "qkv8")),
+                         ("scope, target, first-order tail", "scope", {"rule": "target", "tail": "first_order"})]
             if density == densities[0]:
                 variants += [("scope, target, portable", "scope", {"rule": "target", "kernel": "portable"}),
-                             ("scope, target, 100 MiB workspace", "scope", {"rule": "target", "target_scope": "head", "workspace_limit": 100})]
+                             ("scope, target, 100 MiB workspace", "scope",
+                              {"rule": "target", "target_scope": "head", "workspace_limit": 100})]
         else:
             variants += [("scope-exact, rule=target", "scope-exact", {"rule": "target"})]
         for label, method, settings in variants:
@@ -237,7 +238,8 @@ def compare(libscope, name, tensors, different_heads, rope, densities, options, 
                 settings = {**settings, "density": density}
             scope = Scope(libscope, q, k, v, method, settings, rope, text, selection=True)
             scope.call(first=True)
-            first_ms = median_ms(lambda: scope.call(first=True), 3, 1) if methods or (long and label in ("scope, rule=target", "scope-mean, rule=target")) else None
+            wanted = methods or (long and label in ("scope, rule=target", "scope-mean, rule=target"))
+            first_ms = median_ms(lambda: scope.call(first=True), 3, 1) if wanted else None
             scope.call(first=True)
             scope.call()
             recall, error = quality(scope, q, k, v, text)
@@ -245,7 +247,8 @@ def compare(libscope, name, tensors, different_heads, rope, densities, options, 
             scope.arguments.selection = None
             ms = median_ms(scope.call, options.repeat)
             stages, measured, total = scope.stages()
-            row(label, ms, measured, stages, total, {**pads, "settings": settings, "method": label if methods else method, "mass_recall": recall, "error": error,
+            row(label, ms, measured, stages, total, {**pads, "settings": settings, "method": label if methods else method,
+                                                     "mass_recall": recall, "error": error,
                                                      "target_scope": scope.plan.setting("target_scope"),
                                                      "total_density": total, "first_ms": first_ms,
                                                      "workspace_bytes": scope.plan.info.workspace_bytes,
@@ -305,8 +308,8 @@ def main():
     if "synthetic" in parts:
         add("cases", "synthetic, Wan 720p", wan_synthetic, 8, wan_rope, densities)
     if "hunyuan" in parts:
-        add("cases", "synthetic, HunyuanVideo 720p", lambda: with_text(synthetic(options.command, (33, 45, 80), hunyuan_rope, 24, 6), 256), 6,
-            hunyuan_rope, densities, text=256)
+        add("cases", "synthetic, HunyuanVideo 720p",
+            lambda: with_text(synthetic(options.command, (33, 45, 80), hunyuan_rope, 24, 6), 256), 6, hunyuan_rope, densities, text=256)
     if "dim64" in parts:
         add("cases", "synthetic, 21x45x80, dim 64", lambda: synthetic(options.command, wan, rope_64, 40, 8), 8, rope_64, densities)
     if "sweep" in parts:
@@ -314,7 +317,8 @@ def main():
             add("sweep", f"synthetic, {'x'.join(map(str, grid))}", lambda: synthetic(options.command, grid, wan_rope, 40, 8), 8, wan_rope,
                 [0.05, 0.1, 0.2, 0.3, 0.5], long=False)
     if "methods" in parts:
-        for name, tensors, heads in (("video model, Wan 720p", lambda: video_model(wan, 40), VIDEO_HEADS), ("synthetic, Wan 720p", wan_synthetic, 8)):
+        for name, tensors, heads in (("video model, Wan 720p", lambda: video_model(wan, 40), VIDEO_HEADS),
+                                     ("synthetic, Wan 720p", wan_synthetic, 8)):
             add("methods", name, tensors, heads, wan_rope, densities, long=False, methods=METHODS)
     result["finished"] = True
     save()

@@ -13,7 +13,7 @@ import time
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python" / "scope_attn"))
-import _c_api as api  # noqa: E402
+import _c_api as api
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--libscope", required=True)

@@ -15,10 +15,11 @@ import torch
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tools/tiny_video"), str(ROOT / "python")]
 
-import comfy_kitchen  # noqa: E402
-import scope_attn  # noqa: E402
-import video  # noqa: E402
-from sample import load, noise_for, noise_levels  # noqa: E402
+import comfy_kitchen
+
+import scope_attn
+import video
+from sample import load, noise_for, noise_levels
 
 ROPE, BLOCK = (44, 42, 42), 64
 SETTINGS = [*(dict(tau=tau) for tau in (2.0, 1.5, 1.0, 0.5)), *(dict(topk_ratio=ratio) for ratio in (0.05, 0.1, 0.2))]

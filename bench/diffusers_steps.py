@@ -2,7 +2,8 @@ r"""Times passes of diffusers' transformers in the shapes of video models, dense
 
     SCOPE_LIBRARY=build/cuda/libscope.so PYTHONPATH=python python3 bench/diffusers_steps.py --model wan2.1-t2v-14b \
         --json bench/results/h200_diffusers_wan.json              (two minutes for Wan, three for HunyuanVideo, more with --repeat)
-    … --model ltx-2 --grid 16x34x60 --layers 8 --variants scope-mean:target_density=0.1+dense_steps=0    another length, a part of the layers
+    … --model ltx-2 --grid 16x34x60 --layers 8 --variants scope-mean:target_density=0.1+dense_steps=0
+                                                                  another length, a part of the layers
     … --small                                                     tiny shapes on the CPU, to see that it runs
 
 A pass is one forward of the transformer for one branch, and a step has one for each branch: two in Wan and LTX-2, one in the others. Dense
@@ -129,7 +130,7 @@ class Bench:
         """As from_pretrained would give it: what diffusers keeps in f32 is."""
         shape = {} if self.cuda else dict(self.kind.small)
         if self.options.layers:
-            shape.update({option: self.options.layers for option in self.kind.blocks.values()})
+            shape.update(dict.fromkeys(self.kind.blocks.values(), self.options.layers))
         torch.manual_seed(0)
         torch.set_default_dtype(self.dtype)
         with torch.device(self.device):
@@ -178,18 +179,21 @@ class Bench:
         self.pipe.scheduler.set_timesteps(self.steps)
 
     def case(self, mode, variant, settings, density, measured_density, repeat, dense_s, first_s, warm_s, run_s, runs_s, dense_layers=None):
-        """dense_layers: of a sparse pass; run_s: seconds of the schedule's passes by their medians, runs_s: by those of each repetition; a branch's."""
+        """dense_layers: of a sparse pass. Seconds of one branch: run_s of the schedule's passes by their medians, runs_s by those of
+        each repetition.
+        """
         runs_s = [self.kind.branches * seconds for seconds in (run_s, min(runs_s), max(runs_s))]
         return dict(mode=mode, variant=variant, settings=settings, density=density, measured_density=measured_density, repeat=repeat,
-                    dense_pass_s=dense_s, first_pass_s=first_s, warm_pass_s=warm_s, run_s=runs_s[0], run_range_s=runs_s[1:], dense_layers=dense_layers,
-                    peak_bytes=torch.cuda.max_memory_allocated() if self.cuda else None)
+                    dense_pass_s=dense_s, first_pass_s=first_s, warm_pass_s=warm_s, run_s=runs_s[0], run_range_s=runs_s[1:],
+                    dense_layers=dense_layers, peak_bytes=torch.cuda.max_memory_allocated() if self.cuda else None)
 
     def dense(self, mode):
         """The yardstick is the last mode's; another is timed once."""
         self.begin(0)
         passes = [self.timed(0) for _ in range(self.options.repeat if mode == self.options.modes[-1] else 1)]
         seconds = statistics.median(passes)
-        return self.case(mode, "dense", {}, None, None, len(passes), seconds, None, None, self.steps * seconds, [self.steps * s for s in passes])
+        return self.case(mode, "dense", {}, None, None, len(passes), seconds, None, None, self.steps * seconds,
+                         [self.steps * s for s in passes])
 
     def schedule(self, method, settings):
         """Steps in which layers beyond the dense ones attend sparsely, and how many layers are dense."""
@@ -242,7 +246,8 @@ def main():
                         help="eager, compiled or both, in this order; variants run in the last, dense attention in each")
     parser.add_argument("--variants", type=lambda text: text.split(","), default=["scope:target_density=0.2", "fast"],
                         help="METHOD[:NAME=VALUE[+NAME=VALUE…]], separated by commas, each with a target density")
-    parser.add_argument("--mask", action="store_true", help="give attention HunyuanVideo's mask of padding, as diffusers does, though it is all ones")
+    parser.add_argument("--mask", action="store_true",
+                        help="give attention HunyuanVideo's mask of padding, as diffusers does, though it is all ones")
     parser.add_argument("--steps", type=int, help="of the schedule that the run is added up for; without it the model's")
     parser.add_argument("--repeat", type=int, default=1, help="medians of so many passes; eager dense ones beside compiled ones run once")
     parser.add_argument("--commit", default="")
@@ -256,9 +261,11 @@ def main():
     result = {"commit": options.commit, "finished": False,
               "machine": {"gpu": torch.cuda.get_device_name() if bench.cuda else "none", "torch": torch.__version__,
                           "diffusers": diffusers.__version__},
-              "host": "diffusers", "model": options.model, "layers": sum(len(getattr(bench.transformer, name)) for name in bench.kind.blocks),
+              "host": "diffusers", "model": options.model,
+              "layers": sum(len(getattr(bench.transformer, name)) for name in bench.kind.blocks),
               "model_layers": bench.row.layers, "heads": bench.config.num_attention_heads, "dim": bench.config.attention_head_dim,
-              "grid": list(bench.grid), "tokens": bench.tokens, "text": bench.kind.text, "branches": bench.kind.branches, "steps": bench.steps,
+              "grid": list(bench.grid), "tokens": bench.tokens, "text": bench.kind.text, "branches": bench.kind.branches,
+              "steps": bench.steps,
               "dtype": str(bench.dtype).split(".")[1], "dense_attention": "cuDNN" if bench.cuda else "native", "masked": options.mask,
               "repeat": options.repeat, "cases": []}
     begun = provenance.load(options.json, options.commit) if options.json else {}

@@ -20,7 +20,8 @@ RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 WIDTH, MARGIN, GAP, BAR = 1200, 24, 12, 34
 INK, PALE, OURS, PAPER = (33, 37, 41), (173, 181, 189), (25, 113, 194), (255, 255, 255)
 TIMES = 8  # by which the difference is enlarged
-RUNS = (("dense", "compiled, cuDNN's attention", PALE), ("scope:target_density=0.2", "SCOPE, 20 % of the keys", PALE), ("fast", "preset fast, 18 %", OURS))
+RUNS = (("dense", "compiled, cuDNN's attention", PALE), ("scope:target_density=0.2", "SCOPE, 20 % of the keys", PALE),
+        ("fast", "preset fast, 18 %", OURS))
 
 
 def font(size):
@@ -76,15 +77,16 @@ def main():
     top, under = MARGIN + 32, GAP + 44
     canvas = Image.new("RGB", (WIDTH, top + 2 * (height + GAP) + under + len(models) * (BAR * 4 + 18) + MARGIN), PAPER)
     draw = ImageDraw.Draw(canvas)
-    for column, title in enumerate(("dense attention", f"{run['method']}: {100 * run['density']:.0f} % of the keys", f"difference, {TIMES} times enlarged")):
+    for column, title in enumerate(("dense attention", f"{run['method']}: {100 * run['density']:.0f} % of the keys",
+                                    f"difference, {TIMES} times enlarged")):
         draw.text((MARGIN + column * (rows[0][0].width + GAP), MARGIN), title, INK, font(20))
     y = top
     for row in rows:
         for column, picture in enumerate(row):
             canvas.paste(picture, (MARGIN + column * (picture.width + GAP), y))
         y += height + GAP
-    draw.text((MARGIN, y), f"Frames {len(dense) // 2} and {len(dense) - 1} of a clip by the bundled small model ({dense[0].shape[1]} x {dense[0].shape[0]} pixels, "
-              f"enlarged); PSNR of the whole clip {near:.1f} dB.", INK, font(18))
+    draw.text((MARGIN, y), f"Frames {len(dense) // 2} and {len(dense) - 1} of a clip by the bundled small model "
+              f"({dense[0].shape[1]} x {dense[0].shape[0]} pixels, enlarged); PSNR of the whole clip {near:.1f} dB.", INK, font(18))
     y += under
     for title, data in models:
         y = bars(draw, y, title, data) + 18

@@ -125,7 +125,8 @@ def words(data):
 
 
 def main():
-    commands = {"state": state, "begin": begin, "end": end, "code": lambda program: "\n".join(f"{h}  {s}" for s, h in device_code(program).items())}
+    commands = {"state": state, "begin": begin, "end": end,
+                "code": lambda program: "\n".join(f"{h}  {s}" for s, h in device_code(program).items())}
     if len(sys.argv) < 3 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     if (text := commands[sys.argv[1]](*sys.argv[2:])) is not None:

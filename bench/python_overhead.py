@@ -7,11 +7,13 @@ since other work on the machine only adds to them. On a GPU 10 warm calls run un
 or a profiler that does not see a deliberate one, is an error.
 """
 import argparse
+import importlib.util
 import json
 import pathlib
 import platform
 import sys
 import time
+from typing import Any
 
 import numpy
 
@@ -23,12 +25,9 @@ parser.add_argument("--device", default="cpu")
 parser.add_argument("--json", type=pathlib.Path, help="write the object here too")
 options = parser.parse_args()
 on_gpu = options.device.startswith("cuda")
-settings = dict(rope=(24, 20, 20), target_density=0.25)
+settings: dict[str, Any] = dict(rope=(24, 20, 20), target_density=0.25)
 CALLS = 10
-try:
-    import torch
-except ImportError:
-    torch = None
+torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 
 def smallest(call, batch=20, batches=200):
@@ -71,7 +70,7 @@ def watch(call):
 
 
 x = numpy.random.default_rng(0).standard_normal((3, 1, 1, 32, 64), numpy.float32)
-ways = {} if on_gpu else ways_of("numpy", *x, "float32")
+ways = {} if on_gpu else ways_of("numpy", x[0], x[1], x[2], "float32")
 found = dict(device=platform.processor() or platform.machine(), python=platform.python_version(), scope=_c_api.library().version().decode(),
              settings=settings)
 if torch is not None:

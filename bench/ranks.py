@@ -65,7 +65,7 @@ def case_of(runs):
     counts = [len(heads) for heads in steps]
     if not counts or len(set(counts)) > 1 or counts[0] % RANKS[-1]:
         parser.error(f"got {counts} heads of sparse layers by step, expected the same in all and a multiple of {RANKS[-1]}")
-    every = sorted(sum(steps, []))
+    every = sorted(density for heads in steps for density in heads)
     calls = [layer["head_density"] for run in runs for layers in run["layers"] for layer in layers if not layer["dense"]]
     return dict(settings=runs[0]["settings"], clips=[dict(example=run["example"], seed=run["seed"]) for run in runs],
                 simulated=f"{counts[0]} heads: the sparse layers' of {len(runs)} clips, at each of {len(steps)} steps",

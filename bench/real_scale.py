@@ -1,15 +1,17 @@
-"""Whole models: the tables of docs/notebook/real_scale.md and docs/guide/diffusers.md and the README's first figures; bench/report.py writes them."""
+"""Whole models: the tables of docs/notebook/real_scale.md, and what README and guides show of them; bench/report.py writes them."""
+import contextlib
+import statistics
 import sys
 
 import provenance
-from video_report import replace
+from video_report import commit, listed, replace, row
 
 MODELS = {"wan": ("h200_steps_wan.json", "h200_diffusers_wan.json"), "hunyuan": ("h200_steps_hunyuan.json", "h200_diffusers_hunyuan.json")}
 LENGTHS = {"LTX-2": ("h200_ltx2_14080.json", "h200_ltx2_32640.json", "h200_ltx2_130560.json"),
            "MiniMax-H3": ("h200_h3_38000.json", "h200_h3_96000.json")}
 PARTS = ("dense_attention", "attend", "selection", "linear", "rest")
-COLUMNS = ("", "density", "dense pass, s", "first sparse pass", "warm sparse pass", *(part.replace("_", " ") for part in PARTS), "whole run, s",
-           "× compiled diffusers", "peak, GiB")
+COLUMNS = ("", "density", "dense pass, s", "first sparse pass, s", "warm sparse pass, s",
+           *(f"{part.replace('_', ' ')}, s" for part in PARTS), "whole run, s", "times as fast as compiled diffusers", "peak memory, GiB")
 
 
 def seconds(value):
@@ -22,7 +24,8 @@ def line(host, case, compiled_s):
     density = "1" if case["measured_density"] is None else f"{case['measured_density']:.3f}"
     over = "" if compiled_s is None else f"**{compiled_s / case['run_s']:.2f}×**"
     peak = "" if case["peak_bytes"] is None else f"{case['peak_bytes'] / 2**30:.1f}"
-    return "| " + " | ".join((f"{host}, `{case['variant']}`", density, *(seconds(case[f"{name}_pass_s"]) for name in ("dense", "first", "warm")),
+    return "| " + " | ".join((f"{host}, `{case['variant']}`", density,
+                              *(seconds(case[f"{name}_pass_s"]) for name in ("dense", "first", "warm")),
                               *(seconds(parts.get(part)) for part in PARTS), f"{case['run_s']:,.0f}", over, peak)) + " |"
 
 
@@ -30,20 +33,28 @@ def repeats(data):
     return f"medians of {data['repeat']}" if data["repeat"] > 1 else "one run of each pass"
 
 
+def sources(found):
+    """Where results, by their names, come from; those that were made alike stand together."""
+    alike = {}
+    for name, data in found.items():
+        machine = data["machine"]
+        packages = "".join(f", {title} {machine[key]}" for key, title in (("torch", "PyTorch"), ("diffusers", "diffusers"))
+                           if key in machine)
+        made = f"{commit(data)}, {machine['gpu']}{provenance.words(data)}{packages}, {repeats(data)}"
+        alike.setdefault(made, []).append(f"`bench/results/{name}`")
+    return "; ".join(f"{listed(names)}, {made}" for made, names in alike.items())
+
+
 def source(name, data):
-    machine = data["machine"]
-    packages = "".join(f", {title} {machine[key]}" for key, title in (("torch", "PyTorch"), ("diffusers", "diffusers")) if key in machine)
-    return f"`bench/results/{name}`, commit `{data['commit'][:10]}`, {machine['gpu']}{provenance.words(data)}{packages}, {repeats(data)}"
+    return sources({name: data})
 
 
 def section(load, names):
     """A model's table, of those of its two files that are there."""
     found = {}
     for name in names:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             found[name] = load(name)
-        except FileNotFoundError:
-            pass
     if not found:
         return "Not part of the committed figures: the commands below add it.\n"
     first, *others = found.values()
@@ -56,16 +67,17 @@ def section(load, names):
     cases = [(data["host"] + (f", {case['mode']}" if "mode" in case else ""), case) for data in found.values() for case in data["cases"]]
     compiled_s = next((case["run_s"] for host, case in cases if host == "diffusers, compiled" and case["variant"] == "dense"), None)
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *(line(*row, compiled_s) for row in cases), ""]
-    text = (f"{'×'.join(map(str, first['grid']))} = {first['tokens']:,} tokens and {first['text']} of text; a run is {first['steps']} steps of "
-            f"{first['branches']} pass{'es' if first['branches'] > 1 else ''}.")
+    text = (f"There are {'×'.join(map(str, first['grid']))} = {first['tokens']:,} tokens of video and {first['text']} of "
+            f"text. A run is {first['steps']} steps of {first['branches']} pass{'es' if first['branches'] > 1 else ''}.")
     for data in found.values():
         if data.get("linear"):
             linear = data["linear"]
-            text += (f" Linear layers of the {data['host']} runner: {linear['tflops']:.0f} TFLOP/s, {100 * linear['share']:.0f} % of the "
-                     f"{linear['cublaslt_tflops']:.0f} that cuBLASLt alone has at these shapes.")
+            text += (f" The linear layers of the {data['host']} runner reach {linear['tflops']:.0f} TFLOP/s, "
+                     f"{100 * linear['share']:.0f} % of the {linear['cublaslt_tflops']:.0f} that cuBLASLt alone reaches at "
+                     "these shapes.")
         if data["host"] == "diffusers":
-            text += f" Dense attention of diffusers is {data['dense_attention']}'s."
-    return "\n".join(lines + [text, "", f"Source: {'; '.join(source(name, data) for name, data in found.items())}.", ""])
+            text += f" Dense attention in diffusers is {data['dense_attention']}'s."
+    return "\n".join([*lines, text, "", f"Source: {sources(found)}.", ""])
 
 
 def whole_model(data, case, dense):
@@ -80,17 +92,21 @@ def whole_model(data, case, dense):
 def lengths(load):
     """Passes at several lengths, of models whose layers are all alike."""
     lines = ["| | tokens | compiled dense, s | `scope-mean` at 0.10, s | times as fast | `fast`, s | times as fast |", "|---" * 7 + "|"]
-    sources, data = [], None
+    found, layers, data = {}, {}, None
     for title, names in LENGTHS.items():
         for name in names:
             data = load(name)
             dense, mean, fast = data["cases"]
             dense_s, *ours = (whole_model(data, case, dense) for case in (dense, mean, fast))
-            lines.append(f"| {title} | {data['tokens']:,} | {dense_s:.2f} | " + " | ".join(f"{s:.2f} | **{dense_s / s:.2f}×**" for s in ours) + " |")
-            sources.append(source(name, data))
-    return "\n".join([*lines, "", f"A warm pass of one branch with random weights. {data['layers']} layers ran, and were scaled up to the model's: its dense "
-                      "layer once (`fast` has none), the others in proportion. Dense attention is cuDNN's; no step is dense.", "",
-                      f"Source: {'; '.join(sources)}.", ""])
+            lines.append(f"| {title} | {data['tokens']:,} | {dense_s:.2f} | " +
+                         " | ".join(f"{s:.2f} | **{dense_s / s:.2f}×**" for s in ours) + " |")
+            found[name] = data
+            layers[title] = f"{data['model_layers']} of {title}"
+    return "\n".join([*lines, "", f"Seconds are of a warm pass of one branch with random weights. {data['layers']} layers "
+                      f"ran, and their time was scaled up to the {' and the '.join(layers.values())}: the dense layer "
+                      "counts once (`fast` has none), the others in proportion. Dense attention is cuDNN's, and no step is "
+                      "dense.", "",
+                      f"Source: {sources(found)}.", ""])
 
 
 def page(load, text):
@@ -115,33 +131,54 @@ def faster(data, variant):
     return f"{dense['run_s'] / case['run_s']:.2f}{spread}"
 
 
-def headline(load):
-    """The README's first figures: whole models in diffusers."""
-    wan, hunyuan = (load(f"h200_diffusers_{name}.json") for name in MODELS)
-    paper = "scope:target_density=0.2"
-    return f"""In diffusers it is one line, `scope_attn.enable(pipe, "fast")`. How much faster transformers of two models' shapes then run their 720p schedules on an H200:
+# What a reader sets, its density, and how it was timed and judged: the variant of passes; variant, result and target of videos.
+SETTINGS = (("`enable(pipe)`", 0.2, None, ("scope-mean", "call", 0.2)),
+            ('`enable(pipe, "quality")`', 0.26, None, ("quality", "own", None)),
+            ('`enable(pipe, "fast")`', 0.18, "fast", ("fast", "own", None)),
+            ("for comparison: SCOPE as published", 0.2, "scope:target_density=0.2", ("scope-paper", "run", 0.2)))
 
-| times as fast as compiled dense attention | Wan2.1 14B | HunyuanVideo 13B |
-|---|---|---|
-| preset `fast`: density 0.18, nothing dense | **{faster(wan, 'fast')}** | **{faster(hunyuan, 'fast')}** |
-| `scope` at density 0.20 after the model's dense steps | {faster(wan, paper)} | {faster(hunyuan, paper)} |
 
-Dense attention is cuDNN's. All {wan['layers']} and {hunyuan['layers']} layers ran with random weights, {repeats(wan)}{', of unknown spread' if wan['repeat'] == 1 else ''}, added up over the schedule; text encoding and the VAE are left out ([docs/notebook/real_scale.md](docs/notebook/real_scale.md)). How near to dense videos stay was judged on two small models: [docs/notebook/fidelity.md](docs/notebook/fidelity.md).
-"""
+def psnr(load, model, variant, match, target):
+    """The mean over videos, and how many they are."""
+    found = row(load(f"{match}_{model}.json"), variant, target)["psnr"]
+    return f"{statistics.mean(found):.1f} dB", len(found)
+
+
+def gains(load, folder):
+    """What three settings gain and lose. folder: that of the documentation, from the page that shows them."""
+    models = [load(f"h200_diffusers_{name}.json") for name in MODELS]
+    lines = ["| setting | keys kept | times as fast: Wan2.1 14B | HunyuanVideo 13B | nearness: 75,600 tokens | 8,320 tokens |",
+             "|---" * 6 + "|"]
+    for name, density, timed, judged in SETTINGS:
+        bold = "**" if timed == "fast" else ""
+        times = [f"{bold}{faster(data, timed)}{bold}" if timed else "–" for data in models]
+        (long, videos), (short, short_videos) = (psnr(load, model, *judged) for model in ("clips_wan", "tiny_wan"))
+        lines.append(f"| {name} | {density:.2f} | {' | '.join(times)} | {long} ({videos} videos) | {short} |")
+    first = models[0]
+    spread = ", of unknown spread" if first["repeat"] == 1 else ""
+    layers = " and ".join(str(data["layers"]) for data in models)
+    return "\n".join([
+        *lines, "",
+        "- **Speed**: the whole 720p schedule on an H200, over diffusers' compiled blocks with cuDNN's dense attention. All "
+        f"{layers} layers ran with random weights; runs are added up from passes ({repeats(first)}{spread}). Text encoding "
+        f"and the VAE are left out ([whole models]({folder}notebook/real_scale.md)). –: not measured.",
+        "- **Nearness**: PSNR against the dense video of the same seed; higher is nearer. Two small models of Wan's design were judged, "
+        f"the second by {short_videos} videos ([fidelity]({folder}notebook/fidelity.md)). **No video of a full-size model was judged.** On "
+        "short videos the published method is nearer than `fast`.",
+        "- **The last row**: its speed is that of `scope`, its nearness that of `scope-paper` "
+        f"([methods]({folder}reference/methods.md)).", ""])
 
 
 def diffusers(load):
-    """docs/guide/diffusers.md: dense passes and enabled ones."""
-    lines = ["| | density | dense pass, s | first sparse pass | warm sparse pass | whole run, s | times as fast as compiled dense |", "|---" * 7 + "|"]
-    sources = []
-    for name, title in (("wan", "Wan2.1 14B"), ("hunyuan", "HunyuanVideo 13B")):
-        data = load(f"h200_diffusers_{name}.json")
-        compiled_s = compiled_case(data, "dense")["run_s"]
-        for case in data["cases"]:
-            density = "1" if case["measured_density"] is None else f"{case['measured_density']:.2f}"
-            lines.append(f"| {title}, {case['mode']}, `{case['variant']}` | {density} | " +
-                         " | ".join(seconds(case[f"{which}_pass_s"]) for which in ("dense", "first", "warm")) +
-                         f" | {case['run_s']:,.0f} | **{compiled_s / case['run_s']:.2f}×** |")
-        sources.append(source(f"h200_diffusers_{name}.json", data))
-    return "\n".join([*lines, "", "A pass is one forward of the whole transformer with random weights for one branch, and a run the model's 50 steps added up from "
-                      "passes. Dense attention is cuDNN's. What the passes consist of: [real_scale.md](../notebook/real_scale.md).", "", f"Source: {'; '.join(sources)}.", ""])
+    """docs/guide/diffusers.md: how long passes and runs take; docs/notebook/real_scale.md has all of them."""
+    models = [load(f"h200_diffusers_{name}.json") for name in MODELS]
+    lines = ["| compiled blocks, 720p, H200 | Wan2.1 14B | HunyuanVideo 13B |", "|---|---|---|"]
+    for title, variant, key, digits in (("dense pass, s", "dense", "dense_pass_s", 2),
+                                        ("`fast`: first sparse pass, s", "fast", "first_pass_s", 2),
+                                        ("`fast`: warm sparse pass, s", "fast", "warm_pass_s", 2),
+                                        ("dense run, s", "dense", "run_s", 0), ("`fast`: run, s", "fast", "run_s", 0)):
+        lines.append(f"| {title} | " + " | ".join(f"{compiled_case(data, variant)[key]:,.{digits}f}" for data in models) + " |")
+    lines.append("| `fast`: times as fast | " + " | ".join(f"**{faster(data, 'fast')}**" for data in models) + " |")
+    return "\n".join([*lines, "", "A pass is one forward of the whole transformer with random weights, and a run the "
+                      "model's 50 steps added up from passes. Eager blocks, `scope`, parts and sources: [whole "
+                      "models](../notebook/real_scale.md).", ""])

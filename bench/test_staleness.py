@@ -18,7 +18,8 @@ def elf(sections):
     bodies = {".names": names, **sections}
     headers, data = [bytes(64)], b""
     for name, body in bodies.items():
-        headers.append(struct.pack("<IIQQQQ", names.index(b"\0" + name.encode() + b"\0") + 1, 1, 0, 0, 64 + len(data), len(body)) + bytes(24))
+        headers.append(struct.pack("<IIQQQQ", names.index(b"\0" + name.encode() + b"\0") + 1, 1, 0, 0, 64 + len(data),
+                                   len(body)) + bytes(24))
         data += body
     start = bytearray(64)
     start[:4] = b"\x7fELF"
@@ -32,7 +33,8 @@ def fatbin(*entries):
     text = b""
     for source, architecture, cubin in entries:
         name = source.encode().ljust(64, b"\0")
-        text += struct.pack("<HHIQI8xI2I", 2, 0x101, 64 + len(name), len(cubin), 0, architecture, 64, len(source)).ljust(64, b"\0") + name + cubin
+        text += struct.pack("<HHIQI8xI2I", 2, 0x101, 64 + len(name), len(cubin), 0, architecture, 64,
+                            len(source)).ljust(64, b"\0") + name + cubin
     return provenance.FATBIN + struct.pack("<Q", len(text)) + text
 
 
@@ -45,7 +47,9 @@ class InAFolder(unittest.TestCase):
     def write(self, name, content):
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content) if isinstance(content, bytes) else path.write_text(content if isinstance(content, str) else json.dumps(content))
+        if not isinstance(content, bytes):
+            content = (content if isinstance(content, str) else json.dumps(content)).encode()
+        path.write_bytes(content)
         return str(path)
 
 
@@ -160,7 +164,8 @@ class Staleness(InAFolder):
         self.assertEqual(staleness.timing("h200.json", data, "no build"), "no build")
         self.assertIn("src/cuda/scan.cu", staleness.timing("h200.json", {"commit": self.first}, {}))
         self.assertIsNone(staleness.timing("cpu_suite.json", {"commit": self.first}, {}))
-        for name, why in (("kernels_s8.cpp", None), ("attend.cpp", f"1 of its sources changed since {self.first[:10]}, src/cpu/attend.cpp among them")):
+        for name, why in (("kernels_s8.cpp", None),
+                          ("attend.cpp", f"1 of its sources changed since {self.first[:10]}, src/cpu/attend.cpp among them")):
             self.write(f"src/cpu/{name}", "1")
             self.commit()
             self.assertEqual(staleness.timing("cpu_suite.json", {"commit": self.first}, {}), why)

@@ -8,9 +8,12 @@ case $purpose in
   wheel) packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libhwy-dev python3 python3-venv" ;;
   test) packages+=" libgtest-dev python3 python3-numpy pkg-config" ;;
   docs) packages="python3 mkdocs mkdocs-material" ;;
+  lint) packages="git python3 python3-venv" ;;
   pytorch) packages+=" libgtest-dev python3 python3-numpy python3-venv" ;;
-  check) packages+=" libgtest-dev python3 python3-numpy python3-venv pkg-config clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev ccache chromium ffmpeg locales shellcheck mkdocs mkdocs-material" ;;
-  *) echo "usage: tools/bootstrap.sh [demo|wheel|test|docs|pytorch|check]" >&2; exit 2 ;;
+  check) packages+=" libgtest-dev python3 python3-numpy python3-venv pkg-config clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev ccache chromium ffmpeg locales shellcheck mkdocs mkdocs-material"
+    # npm comes with nodejs where that is not Debian's, and Debian's npm would not install beside it.
+    { command -v node && command -v npm; } >/dev/null || packages+=" nodejs npm" ;;
+  *) echo "usage: tools/bootstrap.sh [demo|wheel|test|docs|lint|pytorch|check]" >&2; exit 2 ;;
 esac
 missing=()
 for package in $packages; do

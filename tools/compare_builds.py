@@ -17,7 +17,7 @@ import numpy as np
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, f"{REPOSITORY}/tests/python")
-import tensors  # noqa: E402
+import tensors
 
 HELP = """
 Each case is one or more calls of `scope attend` (or generate, make-qkv) by both builds on the same files: every method that
@@ -107,7 +107,8 @@ def make_inputs(command, dtypes, backend, folder):
         make(f"tiny.{dtype}", dtype, grid="1x3x5", heads=1)
         make(f"large.{dtype}", dtype, grid="9x15x15" if backend == "cpu" else "13x20x32")
         derive(f"batch.{dtype}", dtype, both, grid)
-        derive(f"padded.{dtype}", dtype, lambda x, y: {**both(x, y), "q_lengths": np.array([n, n - 71]), "k_lengths": np.array([n - 130, n])}, grid)
+        derive(f"padded.{dtype}", dtype,
+               lambda x, y: {**both(x, y), "q_lengths": np.array([n, n - 71]), "k_lengths": np.array([n - 130, n])}, grid)
         derive(f"empty.{dtype}", dtype, lambda x, y: {**both(x, y), "q_lengths": np.array([n, 0]), "k_lengths": np.array([n, 0])}, grid)
         derive(f"text.{dtype}", dtype, lambda x, y: {k: np.concatenate([x[k], y[k][:, :21]], axis=1) for k in x}, grid)
         derive(f"masks.{dtype}", dtype, lambda x, y: {**both(x, y), "keep": words(2, n, 0.05), "dense_queries": words(2, n, 0.03)}, grid)
@@ -152,7 +153,8 @@ def make_cases(methods, able, dtypes, choices, files, backend, folder):
         common = ["attend", files[file], "--method", method, "--lse", *whole, *machine, *more]
         calls = [["--step", s, "--steps", 5] for s in steps] if steps else [[], []] if warm and not dense else [[]]
         cases.append(Case(group, f"{name or file} {method} {' '.join(map(str, more))}",
-                          [[*common, *call, "-o", f"{{out}}/{i}.safetensors", "--stats", f"{{out}}/{i}.json"] for i, call in enumerate(calls)], choice))
+                          [[*common, *call, "-o", f"{{out}}/{i}.safetensors", "--stats", f"{{out}}/{i}.json"]
+                           for i, call in enumerate(calls)], choice))
 
     for dtype, method in itertools.product(dtypes, methods):
         add("methods", f"base.{dtype}", method, warm=True)
@@ -164,7 +166,7 @@ def make_cases(methods, able, dtypes, choices, files, backend, folder):
     sparse = [method for method in methods if method != "dense"]
     for method in methods:
         add("token counts", f"large.{narrow}", method, warm=True)
-        for setting, choice in ((setting, choice) for setting in choices for choice in choices[setting]):
+        for setting, choice in ((name, choice) for name in choices for choice in choices[name]):
             # Products depend on the type. Other choices are compared in one: the methods that have them run in every type.
             for dtype in dtypes if setting == "products" else (narrow,):
                 place, steps = (("--layer", 2), (0, 4)) if setting == "warm_prefix" else ((), None)
@@ -199,7 +201,8 @@ def make_cases(methods, able, dtypes, choices, files, backend, folder):
     for reuse in ("svoo:reuse_start=1+reuse_interval=3", "scope:reuse_start=1+reuse_interval=3+warm_prefix=yes"):
         add("schedule", f"padded_masks.{narrow}", reuse, "--layer", 2, steps=range(5))
     add("schedule", f"base.{narrow}", "scope", "--model", "wan2.1-t2v-1.3b", "--layer", 2, steps=range(5))
-    add("schedule", f"base.{narrow}", "scope", "--subspaces", json.dumps([list(range(1, 128, 2)), list(range(0, 60, 2)), list(range(60, 128, 2))]), name="subspaces")
+    add("schedule", f"base.{narrow}", "scope", "--subspaces",
+        json.dumps([list(range(1, 128, 2)), list(range(0, 60, 2)), list(range(60, 128, 2))]), name="subspaces")
     for method in methods:
         if not lean:
             add("quality", f"base.{narrow}", method, "--quality", 16)
@@ -210,9 +213,12 @@ def make_cases(methods, able, dtypes, choices, files, backend, folder):
             for instructions, dtype in itertools.product(("avx2", "portable"), dtypes):
                 add("instruction sets", f"base.{dtype}", method, "--instruction-set", instructions)
     cases += [Case(".npy files", f"{dtype}", [["attend", *(x for name in "qkv" for x in (f"--{name}", f"{folder}/{name}.{dtype}.npy")),
-                                               "--rope", "44,42,42", "-o", "{out}/0.npy", *machine]]) for dtype in dtypes if dtype != "bf16"]
-    cases += [Case("make-qkv", f"{dtype} {rope}", [["make-qkv", "--grid", "4x9x11", "--rope", rope, "--heads", 3, "--dtype", dtype, "--seed", 5,
-                                                    "--threads", "2", "-o", "{out}/0.safetensors"]]) for dtype in dtypes for rope in ("44,42,42", "16,12,12")]
+                                               "--rope", "44,42,42", "-o", "{out}/0.npy", *machine]])
+              for dtype in dtypes if dtype != "bf16"]
+    cases += [Case("make-qkv", f"{dtype} {rope}",
+                   [["make-qkv", "--grid", "4x9x11", "--rope", rope, "--heads", 3, "--dtype", dtype, "--seed", 5,
+                     "--threads", "2", "-o", "{out}/0.safetensors"]])
+              for dtype in dtypes for rope in ("44,42,42", "16,12,12")]
     model, video = f"{REPOSITORY}/tests/data/video/i2v_image_branch", f"{REPOSITORY}/tests/data/video/i2v_image_branch/case.safetensors"
     small = ["--model", model, "--grid", "3x4x5", "--condition", video, "--noise", video]
     if "cuda" in machine:  # its heads have 12 channels, which no GPU kernel takes
@@ -230,7 +236,7 @@ def what_is_said(value):
     """A JSON value without what two builds may differ in."""
     if isinstance(value, dict):
         return {k: what_is_said(v) for k, v in value.items()
-                if k not in ("kernel", "seconds") and not k.endswith(("_bytes", "_seconds"))}
+                if k not in ("kernel", "seconds", "commit") and not k.endswith(("_bytes", "_seconds"))}
     return [what_is_said(v) for v in value] if isinstance(value, list) else value
 
 
@@ -241,7 +247,7 @@ def json_difference(old, new, at):
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = [(a, b, f"{at}[{i}]") for i, (a, b) in enumerate(zip(old, new))]
     else:
-        return None if type(old) is type(new) and (old == new or old != old and new != new) else f"{at}: {old} became {new}"
+        return None if type(old) is type(new) and (old == new or (old != old and new != new)) else f"{at}: {old} became {new}"
     return next(filter(None, (json_difference(*pair) for pair in pairs)), None)
 
 
@@ -270,7 +276,8 @@ def file_difference(old, new, name):
     for meta in (meta_a, meta_b):
         if "settings" in meta:
             meta["settings"] = what_is_said(json.loads(meta["settings"]))
-    return next(filter(None, (tensor_difference(a[x], b[x], f"{name}: {x}") for x in a)), None) or json_difference(meta_a, meta_b, f"{name}: metadata")
+    first = next(filter(None, (tensor_difference(a[x], b[x], f"{name}: {x}") for x in a)), None)
+    return first or json_difference(meta_a, meta_b, f"{name}: metadata")
 
 
 def compare(case, old, new, perturb):
@@ -328,7 +335,8 @@ def check_bits(options, folder):
 
     def try_each(kind, calls):
         """Those that OLD has on this backend."""
-        tried = {name: run(options.old, "attend", *call, "-o", f"{folder}/able.safetensors", "--backend", options.backend) for name, call in calls.items()}
+        tried = {name: run(options.old, "attend", *call, "-o", f"{folder}/able.safetensors", "--backend", options.backend)
+                 for name, call in calls.items()}
         skipped.extend((f"{kind} {name}", last_line(result)) for name, result in tried.items() if result.returncode != 0)
         able = [name for name, result in tried.items() if result.returncode == 0]
         if not able:
@@ -347,7 +355,8 @@ def check_bits(options, folder):
         cases = groups[0][-len(methods):] + [case for group in groups[1:] for case in (group[0], group[-1])]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(lambda i: compare(cases[i], options.old, options.new, options.self_test and i == 0), range(len(cases))))
-    print(f"{len(methods)} methods ({', '.join(methods)}), {options.backend}: {len(cases)} cases, {sum(len(c.calls) for c in cases)} calls of each build\n")
+    print(f"{len(methods)} methods ({', '.join(methods)}), {options.backend}: {len(cases)} cases, "
+          f"{sum(len(c.calls) for c in cases)} calls of each build\n")
     print(f"{'':<26}{'cases':>7}{'identical':>11}{'refused by both':>17}{'differing':>11}")
     bad = 0
     for group in dict.fromkeys(case.group for case in cases):
@@ -441,11 +450,13 @@ def main():
     parser.add_argument("old", metavar="OLD", help="the scope command whose results are right")
     parser.add_argument("new", metavar="NEW", help="the scope command that must give the same")
     parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu", help="where the calls run")
-    parser.add_argument("--times", type=int, default=0, metavar="N", help="also time N rounds of warm calls, the builds taking turns; hold the machine quiet")
+    parser.add_argument("--times", type=int, default=0, metavar="N",
+                        help="also time N rounds of warm calls, the builds taking turns; hold the machine quiet")
     parser.add_argument("--no-bits", action="store_true", help="only times and sizes")
     parser.add_argument("--quick", action="store_true", help="a few cases of each group, in seconds")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their group or name, as: --only rule=deviation")
-    parser.add_argument("--self-test", action="store_true", help="flip one bit of one of NEW's outputs: succeeds if that, and only that, is found")
+    parser.add_argument("--self-test", action="store_true",
+                        help="flip one bit of one of NEW's outputs: succeeds if that, and only that, is found")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16), help="cases at a time (default: cores, up to 16)")
     parser.add_argument("--verbose", action="store_true", help="a line for every case, with what was refused and why")
     parser.add_argument("--lib-old", help="OLD's libscope.so (default: beside the command's folder), for its size")

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """The latents of `scope generate` through diffusers' own VAE into a clip: an .mp4, or a folder of frames."""
 import argparse
-import json
 import os
 import shutil
 import sys

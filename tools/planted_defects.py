@@ -2,6 +2,7 @@
 """Plants defects in a copy of the tree, one at a time, and says which of them a test catches."""
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -125,7 +126,8 @@ class Defect:
     def first_tests(self) -> str:
         if self.first:
             return self.first
-        return next((tests for start, tests in (PYTHON_TESTS if self.python else TESTS).items() if re.match(start, self.file)), "test_call$")
+        return next((tests for start, tests in (PYTHON_TESTS if self.python else TESTS).items()
+                     if re.match(start, self.file)), "test_call$")
 
 
 def listed(kind: str) -> list[dict]:
@@ -163,8 +165,9 @@ def code_of(text: str, python: bool) -> str:
 
 
 # Lines whose numbers are sizes of scratch, tiles, bounds of types, names or messages.
-NO_PLACE = re.compile(r"^\s*(#|import|from|using|template|static_assert|extern|case|raise|def |class |assert|\"\"\"|@)|arena\.take|constexpr|"
-                      r"fail\(|operator|to_string|^\s*\w+ \w+\[\w+\]|Status::|fmt::|static_cast<[^>]*>\(-|LIKELY|version|lru_cache|warn|print\(|logging|struct |__|->")
+NO_PLACE = re.compile(r"^\s*(#|import|from|using|template|static_assert|extern|case|raise|def |class |assert|\"\"\"|@)|"
+                      r"arena\.take|constexpr|fail\(|operator|to_string|^\s*\w+ \w+\[\w+\]|Status::|fmt::|static_cast<[^>]*>\(-|"
+                      r"LIKELY|version|lru_cache|warn|print\(|logging|struct |__|->")
 
 
 def changes(line: str, python: bool):
@@ -226,10 +229,8 @@ def command(words, limit: float, log, **options) -> int:
     except subprocess.TimeoutExpired:
         raise Stopped from None
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
 
@@ -261,7 +262,8 @@ class Tree:
             for words in (["cmake", "--preset", "release"], ["cmake", "--build", self.build, "-j", "2", "--target", "scope"]):
                 if command(words, 7200, log, cwd=self.path, env=self.environment) != 0:
                     raise RuntimeError(f"{self.path}: it does not build; see {self.log}")
-        found = json.loads(subprocess.run(["ctest", "--show-only=json-v1"], cwd=self.build, capture_output=True, text=True, check=True).stdout)
+        found = json.loads(subprocess.run(["ctest", "--show-only=json-v1"], cwd=self.build, capture_output=True, text=True,
+                                          check=True).stdout)
         self.tests = [test["name"] for test in found["tests"]]
 
     def try_ctest(self, first: str, whole: bool) -> tuple[str, str]:
@@ -376,7 +378,8 @@ def run_all(defects: list[Defect], options):
             part = path.with_suffix(".part")
             part.write_text(json.dumps(results, indent=1) + "\n")
             part.replace(path)
-            print(f"{time.strftime('%H:%M:%S')} {time.monotonic() - start:5.0f} s  {status if whole or status != 'survived' else 'later':15}  "
+            print(f"{time.strftime('%H:%M:%S')} {time.monotonic() - start:5.0f} s  "
+                  f"{status if whole or status != 'survived' else 'later':15}  "
                   f"{defect.name}" + (f"  ({by})" if by else ""), flush=True)
 
     for whole in (False, True):
@@ -413,7 +416,8 @@ def table():
         print(f"| {name} | {cells[0]} | {cells[1]} | {sum(row['status'] == 'survived' for row in here)} |")
     for row in rows:
         if row["status"] == "survived":
-            print(f"\n- `{row['file']}:{row.get('line', '')}`: {why.get((row['file'], row.get('old', ''), row.get('new', '')), 'no test yet')}")
+            print(f"\n- `{row['file']}:{row.get('line', '')}`: "
+                  f"{why.get((row['file'], row.get('old', ''), row.get('new', '')), 'no test yet')}")
 
 
 # ---- kernels
@@ -449,7 +453,8 @@ def prepare_gpu(defects: list[Defect], out: pathlib.Path):
         archive = copy / "libscope_core.a"
         shutil.copy(build / archive.name, archive)
         subprocess.run(["ar", "r", archive, *objects], check=True)
-        commands = subprocess.run(["ninja", "-C", build, "-t", "commands", f"tests/{defect.program}"], capture_output=True, text=True, check=True)
+        commands = subprocess.run(["ninja", "-C", build, "-t", "commands", f"tests/{defect.program}"], capture_output=True,
+                                  text=True, check=True)
         link = commands.stdout.strip().splitlines()[-1].replace(f" {archive.name}", f" {archive}")
         subprocess.run(link.replace(f"-o tests/{defect.program}", f"-o {copy / name}"), shell=True, cwd=build, check=True)
         subprocess.run(["strip", "-o", out / name, copy / name], check=True)
@@ -464,7 +469,8 @@ def run_gpu(folder: pathlib.Path):
         start, text, status = time.monotonic(), "", "caught"
         try:
             done = subprocess.run([folder / row["program"], "--gtest_filter=-*OnCpu.*", "--gtest_fail_fast"],
-                                  env={**os.environ, "SCOPE_BACKEND": "cuda"}, capture_output=True, text=True, errors="replace", timeout=300)
+                                  env={**os.environ, "SCOPE_BACKEND": "cuda"}, capture_output=True, text=True,
+                                  errors="replace", timeout=300)
             text = done.stdout + done.stderr
             if "[GPU tests skipped]" in text or " 0 tests ran" in text:
                 status = "skipped"
@@ -474,7 +480,8 @@ def run_gpu(folder: pathlib.Path):
             text = "it hangs"
         by = re.findall(r"\[  FAILED  \] (\S+?),? ", text)
         ran = re.search(r"(\d+) tests? from", text)
-        results.append({"name": row["name"], "status": status, "by": by[0] if by else text.strip().splitlines()[-1][:100] if status == "caught" else "",
+        results.append({"name": row["name"], "status": status, "by": by[0] if by else text.strip().splitlines()[-1][:100]
+                        if status == "caught" else "",
                         "tests": int(ran[1]) if ran else 0, "seconds": round(time.monotonic() - start, 1)})
         expected = "survived" if row.get("sound") else "caught"
         print(f"{'  ' if status == expected else '! '}{status:9} {row['name']}  {results[-1]['by']}", flush=True)

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from datetime import date
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -25,18 +26,19 @@ sys.argv[1:] = ["--cpu"]  # ComfyUI reads them too
 sys.path.insert(0, comfyui)
 logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.INFO)
 
-import comfy.options  # noqa: E402
+import comfy.options
+
 comfy.options.enable_args_parsing()
 
-import comfy.model_base  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.supported_models  # noqa: E402
-import comfyui_version  # noqa: E402
-import nodes  # noqa: E402
-import torch  # noqa: E402
+import comfy.model_base
+import comfy.model_patcher
+import comfy.sample
+import comfy.supported_models
+import comfyui_version
+import nodes
+import torch
 
-from scope_attn._c_api import library  # noqa: E402
+from scope_attn._c_api import library
 
 NODE = pathlib.Path(__file__).parents[1] / "integrations/comfyui"
 CPU = torch.device("cpu")
@@ -133,7 +135,7 @@ def check_workflow(ours):
         assert [x["type"] for x in found["outputs"]] == list(kind.RETURN_TYPES), found["type"]
 
 
-def run(name, model, latents, steps=10, more={}, cfg=3.0, first=0, second=None):
+def run(name, model, latents, steps=10, more=types.MappingProxyType({}), cfg=3.0, first=0, second=None):
     print(f"\n{name}, latents {list(latents)}, {steps} steps" + (f", of them {first} to {steps}" if first else ""))
     experts = [model] if second is None else [model, second]
     dense = sample(experts, latents, steps, more, cfg, first)

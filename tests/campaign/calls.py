@@ -9,7 +9,7 @@ import threading
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python" / "scope_attn"))
-import _c_api as api  # noqa: E402
+import _c_api as api
 
 INVALID, SHAPE, DTYPE, ALIGNMENT, UNSUPPORTED, SIZE, WORKSPACE, MEMORY, NON_FINITE, IO, FORMAT, BUSY = range(1, 13)
 BATCH, HEADS, TOKENS, DIM = 2, 3, 60, 32
@@ -87,7 +87,7 @@ class Calls:
         self.run("out over k", INVALID, ["out", "k"], out=tensor(self.k))
         self.run("out over the end of v", INVALID, ["out", "v"], **strided("out", data=self.v.ctypes.data + self.v.nbytes - 128))
         self.run("out over q, shifted by a row", INVALID, ["out", "q"], **strided("out", data=self.q.ctypes.data + 128))
-        self.run("out over q with other strides", INVALID, ["out", "q"], **{"out": api.Tensor(self.q.ctypes.data, HEADS * TOKENS * DIM, DIM, HEADS * DIM)})
+        self.run("out over q with other strides", INVALID, ["out", "q"], out=api.Tensor(self.q.ctypes.data, HEADS * TOKENS * DIM, DIM, HEADS * DIM))
         self.run("out over the workspace", INVALID, "out", workspace=self.out.ctypes.data, workspace_bytes=self.plan.info.workspace_bytes)
         self.run("lse over out", INVALID, ["out", "lse"], lse=self.out.ctypes.data)
         self.run("lse at an odd address", ALIGNMENT, "lse", lse=self.spare.ctypes.data + 1)

@@ -19,7 +19,8 @@ import inputs
 SCOPE = os.path.abspath(sys.argv[1])
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 SECONDS, MEGABYTES = 120, 2000  # no input may take more; most take a hundredth, and sanitizers ten times that
-TRACES = ("terminate called", "what():", "runtime error", "sanitizer", "basic_string", "scope: [json.exception", "filesystem error", "stoi", "traceback")
+TRACES = ("terminate called", "what():", "runtime error", "sanitizer", "basic_string", "scope: [json.exception",
+          "filesystem error", "stoi", "traceback")
 wrong = []
 # The command leaves ignored what its parent ignores, as nohup and a shell's & do.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,7 +35,8 @@ def snapshot():
             path = os.path.join(folder, name)
             status = os.lstat(path)
             plain = os.path.isfile(path) and not os.path.islink(path)
-            found[path] = os.readlink(path) if os.path.islink(path) else (status.st_ino, status.st_mtime_ns, status.st_size) if plain else status.st_ino
+            identity = (status.st_ino, status.st_mtime_ns, status.st_size) if plain else status.st_ino
+            found[path] = os.readlink(path) if os.path.islink(path) else identity
     return found
 
 
@@ -72,7 +74,8 @@ def replay(item, before):
         problems.append(f"status {status}, expected {item.status}")
     problems += [f"nothing about {word!r}" for word in item.says if word.lower() not in said.lower()]
     problems += [f"a trace of the program: {word!r}" for word in TRACES if word in said.lower()]
-    if re.search(r"\d{100}", said.replace("9" * 900, "")) or len(err) > 6000 or re.search("[\0-\x08\x0b-\x1f]", err.replace("\r\x1b[K", "")):
+    control = re.search("[\0-\x08\x0b-\x1f]", err.replace("\r\x1b[K", ""))
+    if re.search(r"\d{100}", said.replace("9" * 900, "")) or len(err) > 6000 or control:
         problems.append("a message that no terminal should get")
     if seconds > SECONDS or megabytes > MEGABYTES:
         problems.append(f"{seconds:.1f} s and {megabytes:.0f} MB")

@@ -11,11 +11,13 @@ from safetensors.torch import save_file
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools" / "tiny_video"), str(HERE.parent / "python" / "torch")]
 
-from test_hunyuan import GRID, GUIDANCE, SHIFT, euler, inputs, make, with_exact_waves  # noqa: E402
+from test_hunyuan import GRID, GUIDANCE, SHIFT, euler, inputs, make, with_exact_waves
 
-SMALL = dict(attention_head_dim=6, rope_axes_dim=(2, 2, 2), in_channels=2, out_channels=2, text_embed_dim=5, pooled_projection_dim=4, mlp_ratio=2.0)
-CASES = {
-    "hunyuan_double_blocks": dict(num_layers=2, num_single_layers=0, in_channels=5, guidance_embeds=False, image_condition_type="latent_concat"),
+SMALL = dict(attention_head_dim=6, rope_axes_dim=(2, 2, 2), in_channels=2, out_channels=2, text_embed_dim=5,
+             pooled_projection_dim=4, mlp_ratio=2.0)
+CASES: dict[str, dict] = {
+    "hunyuan_double_blocks": dict(num_layers=2, num_single_layers=0, in_channels=5, guidance_embeds=False,
+                                  image_condition_type="latent_concat"),
     "hunyuan_single_blocks": dict(num_layers=0, num_single_layers=2, num_refiner_layers=2),
     "hunyuan_image_tokens": dict(image_condition_type="token_replace"),
 }

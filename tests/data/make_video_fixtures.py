@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools" / "tiny_video"), str(HERE.parent / "python" / "torch")]
 
-import video  # noqa: E402
-import wan22  # noqa: E402
-from sample import load, sample  # noqa: E402
-from test_runner import GRID, euler, inputs, make  # noqa: E402
+import video
+import wan22
+from sample import load, sample
+from test_runner import GRID, euler, inputs, make
 
 SMALL = dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=6, freq_dim=16, ffn_dim=20)
 CASES = {
@@ -86,7 +86,8 @@ def unipc_steps():
     tensors, n = {}, 32
     torch.manual_seed(7)
     matrix = torch.randn(n, n) / n**0.5
-    for name, steps, shift in (("one", 1, 3.0), ("two", 2, 5.0), ("three", 3, 1.0), ("twenty", 20, 5.0), ("fifty", 50, 3.0), ("random", 40, 12.0)):
+    for name, steps, shift in (("one", 1, 3.0), ("two", 2, 5.0), ("three", 3, 1.0), ("twenty", 20, 5.0), ("fifty", 50, 3.0),
+                               ("random", 40, 12.0)):
         scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
         scheduler.set_timesteps(steps)
         noise = latent = torch.randn(1, n)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 # Each is an empty dataclass: a base class, an annotation or an argument that is never used in a call.
 IMPORTED = {
@@ -104,7 +104,7 @@ def config(cls: type | None = None, *, config: dict | None = None, **kwargs: Any
 def init_logger(name: str) -> logging.Logger:
     """A logger with vLLM's two additions."""
     logger = logging.getLogger(name)
-    logger.info_once, logger.warning_once = logger.info, logger.warning
+    vars(logger).update(info_once=logger.info, warning_once=logger.warning)
     return logger
 
 
@@ -124,7 +124,8 @@ CALLED = {
     "vllm.config": {"ModelConfig": config(type("ModelConfig", (), {}))},
     "vllm.config.utils": {"config": config},
     "vllm.envs": {"VLLM_PLUGINS": None},  # every plug-in is loaded
-    "vllm.inputs": {name: TypedDict(name, {}, total=False) for name in ("EmbedsPrompt", "TextPrompt", "TokensPrompt")},
+    "vllm.inputs": {name: TypedDict(name, {}, total=False)  # type: ignore[operator]
+                    for name in ("EmbedsPrompt", "TextPrompt", "TokensPrompt")},
     "vllm.logger": {"init_logger": init_logger},
     "vllm.model_executor.layers.quantization": {"QUANTIZATION_METHODS": []},
     "vllm.model_executor.models.registry": {"_VLLM_MODELS": {}, "_LazyRegisteredModel": Registered, "_ModelRegistry": Registered},
@@ -141,7 +142,7 @@ CALLED = {
 class Vllm(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of the two lists. For any other, vLLM is not installed: vllm-omni then leaves its patches of vLLM out."""
 
-    packages = {".".join(name.split(".")[:depth]) for name in (*IMPORTED, *CALLED) for depth in range(1, name.count(".") + 2)}
+    packages: ClassVar = {".".join(name.split(".")[:depth]) for name in (*IMPORTED, *CALLED) for depth in range(1, name.count(".") + 2)}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name in self.packages:

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import cache_dit
 import pytest
-import tiny_pipelines as tiny
 import torch
 
 import scope_attn
+import tiny_pipelines as tiny
 
 
 def cached(pipe):

@@ -1,10 +1,9 @@
 """comfy-kitchen as it is: its Sol-Attn runs on the CPU, as a peer at the same density."""
 from __future__ import annotations
 
+import comfy_kitchen
 import pytest
 import torch
-
-import comfy_kitchen
 
 BLOCK, BLOCKS, HEADS, DIM = 64, 10, 2, 128
 

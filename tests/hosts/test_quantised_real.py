@@ -2,15 +2,15 @@
 from __future__ import annotations
 
 import bitsandbytes
+import diffusers
 import gguf
 import numpy
 import pytest
-import tiny_pipelines as tiny
 import torch
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-import diffusers
 import scope_attn
+import tiny_pipelines as tiny
 
 EVERYTHING = dict(target_density=1, min_tokens=0)
 BITSANDBYTES = {
@@ -86,7 +86,8 @@ def test_bitsandbytes(kind):
     check(pipe)
 
 
-@pytest.mark.parametrize("quantise", [with_torchao, *(lambda pipe, make=make: with_bitsandbytes(pipe, make) for make in BITSANDBYTES.values())],
+@pytest.mark.parametrize("quantise",
+                         [with_torchao, *(lambda pipe, make=make: with_bitsandbytes(pipe, make) for make in BITSANDBYTES.values())],
                          ids=["torchao", *BITSANDBYTES])
 def test_after_enable(quantise):
     quantised = tiny.make_wan(quantise(tiny.wan()))

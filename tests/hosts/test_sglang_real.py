@@ -18,20 +18,20 @@ import stand_ins
 
 stand_ins.torchvision()
 
-from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams  # noqa: E402
-from sglang.multimodal_gen.runtime.layers.attention import selector  # noqa: E402
-from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPAImpl  # noqa: E402
-from sglang.multimodal_gen.runtime.layers.attention.layer import LocalAttention, USPAttention  # noqa: E402
-from sglang.multimodal_gen.runtime.managers.forward_context import DENOISING_LOOP_STATE, set_forward_context  # noqa: E402
-from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req  # noqa: E402
-from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.ltx_2.denoising import LTX2DenoisingStage  # noqa: E402
-from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform  # noqa: E402
-from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, apply_plugin_hooks  # noqa: E402
-from sglang.multimodal_gen.runtime.server_args import ServerArgs, set_global_server_args  # noqa: E402
+from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.layers.attention import selector
+from sglang.multimodal_gen.runtime.layers.attention.backends.sdpa import SDPAImpl
+from sglang.multimodal_gen.runtime.layers.attention.layer import LocalAttention, USPAttention
+from sglang.multimodal_gen.runtime.managers.forward_context import DENOISING_LOOP_STATE, set_forward_context
+from sglang.multimodal_gen.runtime.pipelines_core.schedule_batch import Req
+from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.ltx_2.denoising import LTX2DenoisingStage
+from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, apply_plugin_hooks
+from sglang.multimodal_gen.runtime.server_args import ServerArgs, set_global_server_args
 
-import scope_attn  # noqa: E402
-import tiny_pipelines as tiny  # noqa: E402
-from scope_attn.hosts import sglang as plugin  # noqa: E402
+import scope_attn
+import tiny_pipelines as tiny
+from scope_attn.hosts import sglang as plugin
 
 HEADS, DIM, STEPS = 2, 128, 5
 SPARSE = dict(min_tokens=0, dense_steps=0, dense_layers=0)  # every call of these small models
@@ -333,7 +333,8 @@ def test_end_of_a_video(choose, served, caplog):
 def test_end_of_an_h3_video(choose):
     """MiniMax-H3's stage leaves the loop's state behind; our hook after it does not."""
     from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.minimax_h3.stages.denoising import (
-        MiniMaxH3DenoisingStage)
+        MiniMaxH3DenoisingStage,
+    )
     assert f"{MiniMaxH3DenoisingStage.__module__}.MiniMaxH3DenoisingStage.forward" in HookRegistry._patched
     batch = request()
     batch.extra[DENOISING_LOOP_STATE] = {"scope_attn": 1, "another": 2}
@@ -462,9 +463,8 @@ def test_calls_that_are_refused(choose, caplog):
     """What is not understood stops, or with strict=false is warned of once and runs dense."""
     q, k, v = torch.randn(3, 1, 32, HEADS, DIM)
     layer, batch = USPAttention(HEADS, DIM, prefix="blocks.0.attn1"), request()
-    with set_forward_context(current_timestep=0, attn_metadata=None):
-        with pytest.raises(ValueError, match="names no request"):
-            layer(q, k, v)
+    with set_forward_context(current_timestep=0, attn_metadata=None), pytest.raises(ValueError, match="names no request"):
+        layer(q, k, v)
     with set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=batch):
         with pytest.raises(ValueError, match="32 queries and 16 keys"):
             layer(q, k[:, :16], v[:, :16])
@@ -483,9 +483,9 @@ def test_a_model_that_is_not_known(choose, monkeypatch):
     q, k, v = torch.randn(3, 1, 32, HEADS, DIM)
     with set_forward_context(current_timestep=0, attn_metadata=None):
         layer(q, k, v)  # outside a request: a text encoder's
-    with set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=request()):
-        with pytest.raises(ValueError, match='a layer named "transformer_blocks.0.attn.impl" and none of Wan'):
-            layer(q, k, v)
+    with (set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=request()),
+          pytest.raises(ValueError, match='a layer named "transformer_blocks.0.attn.impl" and none of Wan')):
+        layer(q, k, v)
 
 
 @pytest.mark.parametrize("given, words", [
@@ -551,7 +551,8 @@ def test_another_sglang(choose, monkeypatch, caplog):
     caplog.clear()
     monkeypatch.undo()
     choose(**SPARSE, target_density=0.2)
-    missing = backend().Family(r"ltx9\.(\d+)\.impl", "ltx-2", lambda dim: None, hooks=(("AFTER", "sglang.srt.environ.Nobody.forward", print),))
+    missing = backend().Family(r"ltx9\.(\d+)\.impl", "ltx-2", lambda dim: None,
+                               hooks=(("AFTER", "sglang.srt.environ.Nobody.forward", print),))
     monkeypatch.setattr(backend(), "FAMILIES", (missing,))
     monkeypatch.setattr(backend(), "missing", {})
     backend().install_hooks.__wrapped__()
@@ -644,7 +645,7 @@ def test_masks(choose, monkeypatch):
 
 
 def test_parallelism_that_splits_keys(choose, served, monkeypatch):
-    """Ring attention and an explicit K/V gather are refused by sglang, since the backend counts as sparse; one of sglang's choice is Ulysses."""
+    """sglang refuses ring attention and an explicit K/V gather, since the backend counts as sparse. One of its choice is Ulysses."""
     from sglang.multimodal_gen.runtime.layers.attention import layer
     with monkeypatch.context() as patch:
         patch.setattr(layer, "get_ring_parallel_world_size", lambda: 2)

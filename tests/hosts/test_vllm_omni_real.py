@@ -30,12 +30,17 @@ def register():
 stand_ins.announce("vllm_omni.general_plugins", "dense_test", f"{__name__}:register")
 stand_ins.announce("vllm_omni.general_plugins", "scope", "scope_attn.hosts.vllm_omni:register")
 
-from vllm_omni.diffusion import data, forward_context  # noqa: E402
-from vllm_omni.diffusion.attention.backends.abstract import (AttentionBackend, AttentionImpl, AttentionMetadata,  # noqa: E402
-                                                             VideoTokenLayout, VideoTokenSpan)
-from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum  # noqa: E402
-from vllm_omni.diffusion.attention.layer import Attention  # noqa: E402
-from vllm_omni.diffusion.config import set_current_diffusion_config  # noqa: E402
+from vllm_omni.diffusion import data, forward_context
+from vllm_omni.diffusion.attention.backends.abstract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    VideoTokenLayout,
+    VideoTokenSpan,
+)
+from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
+from vllm_omni.diffusion.attention.layer import Attention
+from vllm_omni.diffusion.config import set_current_diffusion_config
 
 HEADS, DIM = 2, 16
 
@@ -66,7 +71,7 @@ class DenseBackend(AttentionBackend):
     get_impl_cls = staticmethod(lambda: DenseImpl)
     get_metadata_cls = staticmethod(lambda: AttentionMetadata)
     get_builder_cls = staticmethod(lambda: None)
-    get_supported_head_sizes = staticmethod(lambda: [])
+    get_supported_head_sizes = staticmethod(list)
 
 
 @pytest.fixture(autouse=True, scope="module")

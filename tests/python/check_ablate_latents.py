@@ -14,7 +14,8 @@ import numpy as np
 import tensors
 
 SCOPE, REPOSITORY = sys.argv[1:]
-TEXT, IMAGE, EXPERTS, KEPT = (f"{REPOSITORY}/tests/data/video/{name}" for name in ("t2v_sharded", "i2v_image_branch", "wan22_t2v", "wan22_ti2v"))
+TEXT, IMAGE, EXPERTS, KEPT = (f"{REPOSITORY}/tests/data/video/{name}"
+                              for name in ("t2v_sharded", "i2v_image_branch", "wan22_t2v", "wan22_ti2v"))
 checks = 0
 
 
@@ -111,5 +112,6 @@ with tempfile.TemporaryDirectory() as FOLDER:
     refuse(2, "--guidance-2: ", *wan, "--grid", "3x6x7", "--guidance-2", 2)
     refuse(3, "one frame, which is given", "--model", KEPT, "--condition", kept, "--grid", "1x6x7")
     tensors.save(kept, {"prompt_embeds": normal(7, 8)})  # it is made too
-    accept("ablate", "--model", KEPT, "--condition", kept, "--grid", "1x6x7", "--seeds", 1, "--steps", 5, "--density", "0.5", "--no-control")
+    accept("ablate", "--model", KEPT, "--condition", kept, "--grid", "1x6x7", "--seeds", 1, "--steps", 5, "--density", "0.5",
+           "--no-control")
 print(f"{checks} commands behaved")

@@ -1,4 +1,6 @@
-"""`scope generate --checkpoint` from outside: runs that were stopped end with the bits of those that were not, and a checkpoint is never lost.
+"""`scope generate --checkpoint` from outside: runs that were stopped end with the bits of those that were not.
+
+A checkpoint is never lost.
 
     check_checkpoint.py SCOPE-COMMAND REPOSITORY
 """
@@ -120,7 +122,8 @@ def check_identity(flags, pipeline, case):
 
 with tempfile.TemporaryDirectory() as FOLDER:
     CHECKPOINT = f"{FOLDER}/checkpoint"
-    base = {"--grid": "3x20x32", "--steps": 10, "--seed": 5, "--target-density": 0.2, "--sampler": "unipc", "--latents": None, "--set": "dense_steps=0"}
+    base = {"--grid": "3x20x32", "--steps": 10, "--seed": 5, "--target-density": 0.2, "--sampler": "unipc",
+            "--latents": None, "--set": "dense_steps=0"}
     accept({**base, "-o": f"{FOLDER}/whole"})
     flags = {**base, "--checkpoint": CHECKPOINT, "-o": f"{FOLDER}/run"}
     stop(flags, signal.SIGTERM)
@@ -134,9 +137,12 @@ with tempfile.TemporaryDirectory() as FOLDER:
 
     # Of another run: refused by what differs.
     for more, name in (({"--seed": 6}, "seed is 5 there and 6 here"), ({"--steps": 12}, "steps is 10 there and 12 here"),
-                       ({"--method": "svg2"}, "method is scope there and svg2 here"), ({"--sampler": "euler"}, "sampler is unipc there and euler here"),
-                       ({"--target-density": 0.3}, "setting target_density is 0.2 there and 0.3 here"), ({"--shift": 4}, "shift is 3 there and 4 here"),
-                       ({"--compute": "bf16"}, "compute is f32 there and bf16 here"), ({"--example": 1}, "is of another run: condition is")):
+                       ({"--method": "svg2"}, "method is scope there and svg2 here"),
+                       ({"--sampler": "euler"}, "sampler is unipc there and euler here"),
+                       ({"--target-density": 0.3}, "setting target_density is 0.2 there and 0.3 here"),
+                       ({"--shift": 4}, "shift is 3 there and 4 here"),
+                       ({"--compute": "bf16"}, "compute is f32 there and bf16 here"),
+                       ({"--example": 1}, "is of another run: condition is")):
         refuse(2, name, {**flags, **more})
     model = f"{FOLDER}/whole/model"
     os.mkdir(model)

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python" / "scope_attn"))
-import _c_api as api  # noqa: E402
+import _c_api as api
 
 
 def to_bf16(x):
@@ -85,7 +85,7 @@ assert not state.filled and plan.run(**args).warm == 0
 
 assert plan.run(**{**args, "layer": 0}).reason == plan.reason(layer=0)[0] == api.DENSE_LAYER, "layer 0 attends densely"
 assert plan.reason(3, 20, 50) == (api.SPARSE, False)
-assert [m.name for m in libscope.methods()][0] == b"scope" and len(libscope.settings()) > 15
+assert libscope.methods()[0].name == b"scope" and len(libscope.settings()) > 15
 hunyuan = next(m for m in libscope.models() if m.name == b"hunyuanvideo-13b")
 assert (hunyuan.layers, list(hunyuan.rope), hunyuan.warm_prefix) == (60, [16, 56, 56], 1)
 known = libscope.plan("scope", model="hunyuanvideo-13b", q_tokens=64, k_tokens=64, batch=1, heads=1, dim=128, rope=hunyuan.rope)

@@ -128,7 +128,8 @@ with tempfile.TemporaryDirectory() as FOLDER:
         failed = what not in ("makes it", "is absent")
         said = result.stderr.strip()
         assert result.returncode == 3 * failed and ("there is no clip.mp4" in said) == failed, (what, result)
-        assert set(os.listdir(f"{place}/run")) == {*files, "run.json", "latents.safetensors"} | ({"clip.mp4"} if what == "makes it" else set())
+        clip = {"clip.mp4"} if what == "makes it" else set()
+        assert set(os.listdir(f"{place}/run")) == {*files, "run.json", "latents.safetensors"} | clip
         assert all(read("scope", f) == open(f"{place}/run/{f}", "rb").read() for f in files)
     os.environ["PATH"] = usual
 
@@ -152,13 +153,15 @@ with tempfile.TemporaryDirectory() as FOLDER:
 
     # A pipeline of two experts: sampler and shift are its scheduler's, one expert in memory or both give the same bits.
     pipeline, case = f"{CASES}/wan22_t2v", f"{CASES}/wan22_t2v/case.safetensors"
-    two = ("--model", pipeline, "--grid", "3x4x5", "--condition", case, "--noise", case, "--steps", 6, "--method", "dense", "--guidance", 4, "--guidance-2", 3)
+    two = ("--model", pipeline, "--grid", "3x4x5", "--condition", case, "--noise", case, "--steps", 6, "--method", "dense",
+           "--guidance", 4, "--guidance-2", 3)
     assert "one expert in memory at a time" in accept("-o", f"{FOLDER}/two", *two)
     got = tensors.load(f"{FOLDER}/two/latents.safetensors")[0]["latents"]
     assert np.abs(got - tensors.load(case)[0]["sample"]).max() < 1e-4
     run = json.load(open(f"{FOLDER}/two/run.json"))
     assert {k: run[k] for k in ("model", "experts", "sampler", "shift", "guidance", "guidance_2", "boundary", "expert_steps")} == {
-        "model": "wan22_t2v", "experts": "one", "sampler": "unipc", "shift": 3, "guidance": 4, "guidance_2": 3, "boundary": 875, "expert_steps": [2, 4]}, run
+        "model": "wan22_t2v", "experts": "one", "sampler": "unipc", "shift": 3, "guidance": 4, "guidance_2": 3,
+        "boundary": 875, "expert_steps": [2, 4]}, run
     assert "both experts in memory" in accept("-o", f"{FOLDER}/both", *two, "--experts", "both")
     assert json.load(open(f"{FOLDER}/both/run.json"))["experts"] == "both"
     assert read("two", "latents.safetensors") == read("both", "latents.safetensors")
@@ -167,7 +170,8 @@ with tempfile.TemporaryDirectory() as FOLDER:
     assert run["sampler"] == "euler" and run["shift"] == 5 and read("two", "latents.safetensors") != read("euler", "latents.safetensors")
     refuse(2, "--guidance-2", *two, "--model", f"{pipeline}/transformer")
     shutil.copytree(pipeline, f"{FOLDER}/one_of_two")
-    refuse(2, "which is also --model", *two, "--model", f"{FOLDER}/one_of_two", "--profile-out", f"{FOLDER}/one_of_two/scheduler/scheduler_config.json")
+    refuse(2, "which is also --model", *two, "--model", f"{FOLDER}/one_of_two", "--profile-out",
+           f"{FOLDER}/one_of_two/scheduler/scheduler_config.json")
     shutil.rmtree(f"{FOLDER}/one_of_two/transformer_2")
     refuse(3, "transformer_2", *two, "--model", f"{FOLDER}/one_of_two")
     case = f"{CASES}/i2v_image_branch/case.safetensors"

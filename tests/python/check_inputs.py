@@ -107,15 +107,21 @@ def contradictions():
 
     # Settings that the others make idle. `decides` must be in the message.
     for method, setting, decides in (
-            ("scope", "q_block=8", "group is kmeans"), ("sparge", "groups=8", "group is blocks"), ("scope-exact", "codes=8", "proxy is exact"),
+            ("scope", "q_block=8", "group is kmeans"), ("sparge", "groups=8", "group is blocks"),
+            ("scope-exact", "codes=8", "proxy is exact"),
             ("scope-exact", "partition=even:2", "proxy is exact"), ("scope-exact", "encode=blocks", "proxy is exact"),
-            ("scope", "k_block=8", "encode is kmeans"), ("sparge", "codes=8", "encode is blocks"), ("sparge", "first_sample=1", "group is blocks"),
-            ("sparge", "seed=3", "group is blocks"), ("svoo", "first_iterations=9", "group is cocluster"), ("scope:rule=target", "rho=0.5", "rule is target"),
-            ("scope", "density=0.3", "rule is online"), ("sparge", "rho=0.5", "rule is blocks_topk"), ("scope:rule=top_p", "alpha=0.3", "rule is top_p"),
-            ("scope", "similarity=0.3", "rule is online"), ("svg2", "tail_weight=0.3", "tail is none"), ("svoo", "profile_low=0.3", "profile is none"),
+            ("scope", "k_block=8", "encode is kmeans"), ("sparge", "codes=8", "encode is blocks"),
+            ("sparge", "first_sample=1", "group is blocks"),
+            ("sparge", "seed=3", "group is blocks"), ("svoo", "first_iterations=9", "group is cocluster"),
+            ("scope:rule=target", "rho=0.5", "rule is target"),
+            ("scope", "density=0.3", "rule is online"), ("sparge", "rho=0.5", "rule is blocks_topk"),
+            ("scope:rule=top_p", "alpha=0.3", "rule is top_p"),
+            ("scope", "similarity=0.3", "rule is online"), ("svg2", "tail_weight=0.3", "tail is none"),
+            ("svoo", "profile_low=0.3", "profile is none"),
             ("scope", "layers=30", "profile is none"), ("scope", "dense_layers=2", "no layer"), ("scope", "dense_steps=0.5", "no step"),
             ("scope", "dense_last_steps=0.5", "no step"), ("scope", "warm_prefix=yes", "no step"), ("scope", "reuse_interval=3", "no step"),
-            ("scope", "reuse_start=3", "reuse_interval is 1"), ("scope", "state_dtype=bf16", "no state"), ("scope", "iterations=9", "no state"),
+            ("scope", "reuse_start=3", "reuse_interval is 1"), ("scope", "state_dtype=bf16", "no state"),
+            ("scope", "iterations=9", "no state"),
             ("scope", "workspace_limit=9", "no device"), ("dense", "rho=0.5", "method dense"), ("dense", "groups=5", "method dense")):
         name = setting.split("=")[0]
         refuse(2, ["--set", name, decides], *base, "--method", method, "--set", setting)
@@ -124,7 +130,8 @@ def contradictions():
     place = ("--layer", "3", "--step", "4", "--steps", "9")
     for more in (("--method", "svoo", "--set", "first_iterations=2"),  # what it has anyway
                  (*place, "--set", "dense_layers=2", "--set", "dense_steps=0.1"), ("--set", "rule=target", "--set", "density=0.3"),
-                 ("--state", f"{FOLDER}/new.bin", "--set", "iterations=3", "--set", "state_dtype=bf16"), ("--method", "dense", "--set", "check_finite=no")):
+                 ("--state", f"{FOLDER}/new.bin", "--set", "iterations=3", "--set", "state_dtype=bf16"),
+                 ("--method", "dense", "--set", "check_finite=no")):
         accept(*base, *more)
     refuse(2, ["rho", "target_density is 0.2"], *base, "--target-density", "0.2", "--set", "rho=0.5")
     refuse(2, ["rho", "density_steps is 0.5:0.3,1:0.1"], *base, "--set", "density_steps=0.5:0.3,1:0.1", "--set", "rho=0.5")
@@ -153,7 +160,8 @@ def contradictions():
     refuse(2, ["--density", "density_steps=0.5:0.2,1:0.1"], *compare, "--methods", "svg2:codes=20,scope:density_steps=0.5:0.2,1:0.1")
     refuse(2, ["dense_steps", "no step"], *compare, "--methods", "scope:dense_steps=0.1")
     refuse(2, ["--subspaces", "svg2,sparge"], *compare, "--methods", "svg2,sparge", "--subspaces", sets)
-    refuse(2, ["--subspaces", "partition", "scope:partition=even:2"], *compare, "--methods", "svg2,scope:partition=even:2", "--subspaces", sets)
+    refuse(2, ["--subspaces", "partition", "scope:partition=even:2"], *compare, "--methods", "svg2,scope:partition=even:2",
+           "--subspaces", sets)
     accept(*compare, "--methods", "scope,svg2:codes=20", "--subspaces", sets)
     shutil.copy(f"{FOLDER}/p.csv", f"{FOLDER}/a.csv")
     refuse(2, ["profile", "a.csv", "p.csv"], *compare, *place, "--methods", f"svoo:profile={FOLDER}/p.csv", "--profile", f"{FOLDER}/a.csv")
@@ -223,7 +231,8 @@ def files_that_are_none():
     open(x, "w").close()
     os.truncate(x, (64 << 20) + 1)
     refuse(3, [x, "at most 67108864"], *svoo)
-    for content, quoted in ((b"step,layer,density\n1,2,0.5\n", '"step,layer,density"'), (b"\x1b[31m\xff" + 200 * b"y" + b"\n", '"?[31m?yyy'), (b"", '""')):
+    for content, quoted in ((b"step,layer,density\n1,2,0.5\n", '"step,layer,density"'),
+                            (b"\x1b[31m\xff" + 200 * b"y" + b"\n", '"?[31m?yyy'), (b"", '""')):
         open(x, "wb").write(content)
         refuse(3, [x, "line 1", f"got {quoted}"], *svoo)
     os.remove(x)
@@ -235,7 +244,7 @@ def files_that_are_none():
 
 
 def states():
-    for dtype, size, code in (("f32", 4, "<f"), ("bf16", 2, None)):
+    for dtype, size in (("f32", 4), ("bf16", 2)):
         state = f"{FOLDER}/{dtype}.bin"
         base = ("attend", GOOD, "-o", OUT, "--state", state, "--set", "groups=5", "--set", "codes=7", "--set", f"state_dtype={dtype}")
         accept(*base)
@@ -257,19 +266,28 @@ def states():
 
 def numbers():
     base = ("attend", GOOD, "-o", OUT)
-    threads = [("attend", GOOD, "-o", OUT), ("compare", GOOD), ("make-qkv", "-o", OUT), ("evaluate", "a", "b"), ("report", "a", "-o", OUT), ("doctor",),
-               ("profile", f"1:2:{GOOD}", "-o", OUT), ("bench",), ("demo",), ("inspect", GOOD, "-o", f"{FOLDER}/look"), ("generate", "-o", f"{FOLDER}/run"), ("ablate",)]
-    cases = [(command, "--threads", value, "from 0 to 1024") for command in threads for value in ("-1", "99999", "1025", "2.5", "x", "0x10", "")]
+    threads = [("attend", GOOD, "-o", OUT), ("compare", GOOD), ("make-qkv", "-o", OUT), ("evaluate", "a", "b"),
+               ("report", "a", "-o", OUT), ("doctor",),
+               ("profile", f"1:2:{GOOD}", "-o", OUT), ("bench",), ("demo",), ("inspect", GOOD, "-o", f"{FOLDER}/look"),
+               ("generate", "-o", f"{FOLDER}/run"), ("ablate",)]
+    cases = [(command, "--threads", value, "from 0 to 1024") for command in threads
+             for value in ("-1", "99999", "1025", "2.5", "x", "0x10", "")]
     cases += [(("make-qkv", "-o", OUT), "--seed", value, "from 0 to 2^63 - 1") for value in ("-1", "99999999999999999999", "1e3")]
     cases += [(command, "--seed", "-1", "from 0 to") for command in (("generate", "-o", f"{FOLDER}/run"), ("bench",))]
-    cases += [(("make-qkv", "-o", OUT), "--heads", "0", "from 1 to 65536"), (("bench",), "--heads", "-3", "from 1 to 65536"), (("demo",), "--heads", "0", "from 1 to"),
-              (("demo",), "--samples", "0", "from 1 to"), (base, "--layer", "-1", "from 0 to 100000"), (base, "--step", "-1", "from 0 to 1000000000"),
+    cases += [(("make-qkv", "-o", OUT), "--heads", "0", "from 1 to 65536"), (("bench",), "--heads", "-3", "from 1 to 65536"),
+              (("demo",), "--heads", "0", "from 1 to"),
+              (("demo",), "--samples", "0", "from 1 to"), (base, "--layer", "-1", "from 0 to 100000"),
+              (base, "--step", "-1", "from 0 to 1000000000"),
               (base, "--steps", "0", "from 1 to 1000000000"), (base, "--quality", "-1", "from 0 to"), (base, "--text", "-1", "from 0 to"),
-              (base, "--text", "9223372036854775807", "from 0 to"), (base, "--device", "-1", "from 0 to 1023"), (("compare", GOOD), "--layer", "-1", "from 0 to 100000"),
-              (("compare", GOOD), "--repeat", "0", "from 1 to 1000"), (("bench",), "--repeat", "0", "from 1 to 1000"), (("bench",), "--quality", "-1", "from 0 to"),
+              (base, "--text", "9223372036854775807", "from 0 to"), (base, "--device", "-1", "from 0 to 1023"),
+              (("compare", GOOD), "--layer", "-1", "from 0 to 100000"),
+              (("compare", GOOD), "--repeat", "0", "from 1 to 1000"), (("bench",), "--repeat", "0", "from 1 to 1000"),
+              (("bench",), "--quality", "-1", "from 0 to"),
               (("evaluate", "a", "b"), "--skip", "-1", "from 0 to"), (("report", "a", "-o", OUT), "--skip", "-1", "from 0 to"),
-              (("report", "a", "-o", OUT), "--fps", "0", "above 0.01 and up to 120"), (("report", "a", "-o", OUT), "--fps", "nan", "above 0.01"),
-              (("profile", f"1:2:{GOOD}", "-o", OUT), "--mass", "1.5", "above 0 and up to 1"), (("inspect", GOOD, "-o", f"{FOLDER}/look"), "--head", "-1", "from 0 to"),
+              (("report", "a", "-o", OUT), "--fps", "0", "above 0.01 and up to 120"),
+              (("report", "a", "-o", OUT), "--fps", "nan", "above 0.01"),
+              (("profile", f"1:2:{GOOD}", "-o", OUT), "--mass", "1.5", "above 0 and up to 1"),
+              (("inspect", GOOD, "-o", f"{FOLDER}/look"), "--head", "-1", "from 0 to"),
               (("inspect", GOOD, "-o", f"{FOLDER}/look"), "--repeat", "0", "from 1 to"), (("ablate",), "--seeds", "0", "from 1 to 10000"),
               (("ablate",), "--steps", "0", "from 1 to 100000")]
     cases += [(("generate", "-o", f"{FOLDER}/run"), flag, value, "above 0 and up to 1000")
@@ -298,7 +316,8 @@ def partners():
     for command in (("evaluate",), ("report", "-o", f"{FOLDER}/r.html")):
         refuse(3, [f"only {a} has frame_000.png", f"only {shifted} has frame_004.png"], *command, a, shifted)
     refuse(3, ["1 frames", "has 4", f"only {a} has frame_000.png, frame_001.png, frame_003.png"], "evaluate", a, clip("short", (2,)))
-    refuse(3, [f"has frame_010.png, frame_011.png, frame_012.png, frame_013.png and 6 more"], "evaluate", a, clip("long", (0, 1, 2, 3, *range(10, 20))))
+    refuse(3, ["has frame_010.png, frame_011.png, frame_012.png, frame_013.png and 6 more"], "evaluate", a,
+           clip("long", (0, 1, 2, 3, *range(10, 20))))
 
 
 with tempfile.TemporaryDirectory() as FOLDER:

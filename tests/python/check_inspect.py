@@ -152,7 +152,7 @@ with tempfile.TemporaryDirectory() as folder:
 
     # Groups and the account of every head.
     assert len(report["by_head"]) == 3
-    for h, row in enumerate(report["by_head"]):
+    for row in report["by_head"]:
         assert sum(row["group_sizes"]) == N and len(row["group_sizes"]) == 12
         density = np.dot(row["group_sizes"], row["counts"]) / N**2
         assert abs(density - row["density"]) < 1e-9 and min(row["counts"]) >= row["k_head"]

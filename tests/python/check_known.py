@@ -79,7 +79,8 @@ with tempfile.TemporaryDirectory() as FOLDER:
 
     # What is given stands over it, in the method or by itself.
     said, run = generate("given", "--known", "wan2.1-i2v-14b", "--method", "svg2:groups=8", "--set", "dense_steps=0.5", "--set", "codes=20")
-    assert run["settings"]["dense_steps"] == "0.5" and run["settings"]["groups"] == "8" and run["known"]["settings"]["dense_steps"] == "0.35"
+    assert run["settings"]["dense_steps"] == "0.5" and run["settings"]["groups"] == "8"
+    assert run["known"]["settings"]["dense_steps"] == "0.35"
     assert "groups=8 (given; its own: 300) dense_steps=0.5 (given; its own: 0.35) warm_prefix=no" in said, said
 
     # Without a name: nothing for a model whose shape no row has; otherwise the first row of its shape, and why.

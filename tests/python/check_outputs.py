@@ -29,7 +29,8 @@ def start(*arguments, **options):
     global checks
     checks += 1
     command = [SCOPE, *(a if isinstance(a, bytes) else str(a) for a in arguments)]
-    return subprocess.Popen(command, stdout=options.pop("stdout", subprocess.PIPE), stderr=subprocess.PIPE, text=True, errors="replace", **options)
+    return subprocess.Popen(command, stdout=options.pop("stdout", subprocess.PIPE), stderr=subprocess.PIPE, text=True,
+                            errors="replace", **options)
 
 
 def finish(process, code):
@@ -79,7 +80,8 @@ def png(path, height, width):
 
 
 def save_noise(path, shape):
-    header = json.dumps({"noise": {"dtype": "F32", "shape": shape, "data_offsets": [0, size := 4 * shape[0] * shape[1] * shape[2] * shape[3]]}}).encode()
+    header = json.dumps({"noise": {"dtype": "F32", "shape": shape,
+                                   "data_offsets": [0, size := 4 * shape[0] * shape[1] * shape[2] * shape[3]]}}).encode()
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header + bytes(size))
 
@@ -107,7 +109,8 @@ def check_refused_files():
     refuse(2, "--stats: got o", "attend", "in", "-o", "o", "--stats", "o")
     refuse(2, "--stats: got ./o", "attend", "in", "-o", "folder/../o", "--stats", "./o")
     refuse(2, "--state: got o", "attend", "in", "-o", "o", "--state", "o")
-    refuse(2, "which is also profile", "attend", "in", "--method", "svoo", "--set", "profile=p.csv", "--layer", 1, "--step", 1, "--steps", 2, "-o", "p.csv")
+    refuse(2, "which is also profile", "attend", "in", "--method", "svoo", "--set", "profile=p.csv", "--layer", 1, "--step",
+           1, "--steps", 2, "-o", "p.csv")
     compare = ("compare", "in", "--methods", "svoo:profile=p.csv+codes=20", "--layer", 0, "--step", 0, "--steps", 2)
     refuse(2, "--csv: got a", *compare, "--json", "a", "--csv", "a")
     refuse(2, "--plots: got x-error.svg", *compare, "--csv", "x-error.svg", "--plots", "x-")
@@ -147,7 +150,8 @@ def check_runs():
     accept(*run, "-o", "near", "--dump-qkv", "near2", "--dump-steps", 0, "--dump-layers", 0)
     accept(*run, "-o", "near", "--checkpoint", "near.checkpoint")
     refuse(2, "run/frame_001.png lies in run", *run[:3], "--image", "run/frame_001.png", "-o", "run")
-    refuse(2, "which is also --noise", *run, "--noise", "d/step_000_layer_00.safetensors", "-o", "new", "--dump-qkv", "d", "--dump-steps", 0)
+    refuse(2, "which is also --noise", *run, "--noise", "d/step_000_layer_00.safetensors", "-o", "new", "--dump-qkv", "d",
+           "--dump-steps", 0)
     os.symlink("nowhere", "dangling")
     refuse(3, "--output", *run, "-o", "dangling")
     # What no run wrote.
@@ -285,16 +289,19 @@ def check_names():
     assert run["model"] == "model\\xff" and run["noise"] == "noise\\xff", run
     os.link("p.csv", b"p\xff.csv")
     svoo = b"svoo:codes=20+profile=p\xff.csv"
-    accept("attend", "in", "--method", svoo, "--layer", 0, "--step", 0, "--steps", 1, "--set", "dense_steps=0", "-o", "o.safetensors", "--stats", b"stats\xff")
+    accept("attend", "in", "--method", svoo, "--layer", 0, "--step", 0, "--steps", 1, "--set", "dense_steps=0", "-o",
+           "o.safetensors", "--stats", b"stats\xff")
     assert read(b"stats\xff")["settings"]["profile"] == "p\\xff.csv"
     with open("o.safetensors", "rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     assert json.loads(header["__metadata__"]["settings"])["profile"] == "p\\xff.csv"
     os.link("in", b"in\xff\xe9")
     place = ("--layer", 0, "--step", 0, "--steps", 1)
-    accept("compare", b"in\xff\xe9", "--methods", svoo + b"+dense_steps=0+dense_layers=0", "--density", 0.5, "--repeat", 1, *place, "--json", "c.json", "--plots", "c-")
+    accept("compare", b"in\xff\xe9", "--methods", svoo + b"+dense_steps=0+dense_layers=0", "--density", 0.5, "--repeat", 1,
+           *place, "--json", "c.json", "--plots", "c-")
     data = read("c.json")
-    assert data["input"] == "in\\xff\\xe9" and list(data["settings"]) == ["svoo:codes=20+profile=p\\xff.csv+dense_steps=0+dense_layers=0"], data["settings"]
+    assert data["input"] == "in\\xff\\xe9", data["input"]
+    assert list(data["settings"]) == ["svoo:codes=20+profile=p\\xff.csv+dense_steps=0+dense_layers=0"], data["settings"]
     open("c-recall.svg", encoding="utf-8").read()
     accept("evaluate", "run", b"run\xff", "--json", "e.json")
     assert read("e.json")["clip"] == "run\\xff"

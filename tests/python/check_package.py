@@ -129,7 +129,8 @@ def check_lse():
 
 def check_states():
     q, k, v = qkv(batch=1)
-    plan = scope_attn.Plan(batch=1, heads=3, q_tokens=280, k_tokens=280, dim=64, rope=ROPE, dense_layers=1, dense_steps=0.5, warm_prefix=True)
+    plan = scope_attn.Plan(batch=1, heads=3, q_tokens=280, k_tokens=280, dim=64, rope=ROPE, dense_layers=1, dense_steps=0.5,
+                           warm_prefix=True)
     refuses(ValueError, "got 0, 0, 4, where no dense call clusters",
             lambda: plan.cluster(q, k, state=scope_attn.State(layer=3), layer=0, step=0, steps=4))
     call = lambda state, **more: scope_attn.attention(q, k, v, rope=ROPE, target_density=0.3, state=state, **more)
@@ -311,6 +312,7 @@ def check_library():
 
 
 tried = check_examples()
-for check in (check_layouts, check_masks, check_lse, check_states, check_models, check_places, check_refusals, check_threads, check_fork, check_library):
+for check in (check_layouts, check_masks, check_lse, check_states, check_models, check_places, check_refusals, check_threads,
+              check_fork, check_library):
     check()
 print(f"scope_attn over numpy: {tried} examples, layouts, masks, states, threads, forks and refusals")

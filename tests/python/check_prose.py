@@ -11,8 +11,8 @@ import sys
 
 ROOT = pathlib.Path(sys.argv[1]).resolve()
 LINE, CELL, README_LINES = 120, 200, 160
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "integrations").rglob("*.md"), *(ROOT / "models").rglob("*.md"),
-                *ROOT.glob(".github/**/*.md"), ROOT / "tests" / "data" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "integrations").rglob("*.md"),
+                *(ROOT / "models").rglob("*.md"), *ROOT.glob(".github/**/*.md"), ROOT / "tests" / "data" / "README.md"])
 SHELVES = ("guide", "reference", "notebook")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 wrong = []

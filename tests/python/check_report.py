@@ -42,7 +42,8 @@ def run_json(method, density, apart=None):
         return {"density": mean, "k_head": [0, 0] if dense else [40 + step, 50 + index], "dense": dense,
                 "attention_seconds": 0.3 if method == "dense" else 0.1, "selection_seconds": 0 if dense else 0.02} | heads
 
-    return {"model": "m", "method": method, "settings": {"rho": "0.9", "groups": "auto" if method == "dense" else "30", "seed": "3"}, "grid": [5, 7, 10],
+    return {"model": "m", "method": method,
+            "settings": {"rho": "0.9", "groups": "auto" if method == "dense" else "30", "seed": "3"}, "grid": [5, 7, 10],
             "steps": 4, "seed": 7, "density": density,
             "seconds": {"total": 17 if method == "dense" else 8.5, "dense_prefix": 12.5 if method == "dense" else 4, "sparse_attention": 2,
                         "selection": 1, "rest": 1.5},
@@ -147,8 +148,10 @@ with tempfile.TemporaryDirectory() as folder:
     refuse(3, ["nowhere"], f"{folder}/d", f"{folder}/nowhere")
     refuse(2, ["--skip", "got 5"], f"{folder}/d", f"{folder}/n", "--skip", "5")
     refuse(2, ["--head", "0..1"], f"{folder}/d", "--qkv", qkv, "--head", "2")
-    for name, change, words in (("a", {"seconds": {"total": 1}}, ["run.json", "dense_prefix"]), ("b", {"layers": [[{"density": 1}]]}, ["run.json", "layer"]),
+    for name, change, words in (("a", {"seconds": {"total": 1}}, ["run.json", "dense_prefix"]),
+                                ("b", {"layers": [[{"density": 1}]]}, ["run.json", "layer"]),
                                 ("c", {"layers": [[], []]}, ["run.json", "step"]), ("e", {"grid": "5x7x10"}, ["run.json", "grid"]),
-                                ("f", {"layers": [[{"density": 1, "dense": False, "k_head": [1, 2], "head_density": [0.1]}]]}, ["run.json", "head_density"])):
+                                ("f", {"layers": [[{"density": 1, "dense": False, "k_head": [1, 2],
+                                                    "head_density": [0.1]}]]}, ["run.json", "head_density"])):
         refuse(3, words, f"{folder}/d", clip(name, dense, run_json("scope", 0.2) | change))
 print("report: whole, lossless, nothing fetched" + ("; it works in a browser" if BROWSER else ""))

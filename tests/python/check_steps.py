@@ -22,8 +22,8 @@ WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attent
 HUNYUAN = {"_class_name": "HunyuanVideoTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 1,
            "num_single_layers": 2, "num_refiner_layers": 1, "rope_axes_dim": [4, 10, 10], "text_embed_dim": 32,
            "pooled_projection_dim": 16, "qk_norm": "rms_norm"}
-KEYS = {"commit", "version", "machine", "host", "model", "config", "layers", "model_layers", "known", "grid", "tokens", "text", "branches", "steps",
-        "seed", "dtype", "repeat", "linear", "cases"}
+KEYS = {"commit", "version", "machine", "host", "model", "config", "layers", "model_layers", "known", "grid", "tokens",
+        "text", "branches", "steps", "seed", "dtype", "repeat", "linear", "cases"}
 CASE = {"variant", "settings", "density", "measured_density", "dense_pass_s", "first_pass_s", "warm_pass_s", "parts", "run_s",
         "times_faster", "peak_bytes", "output"}
 PARTS = {"dense_attention", "attend", "selection", "linear", "rest"}

@@ -4,7 +4,8 @@ import struct
 
 import numpy as np
 
-TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "U32": np.uint32, "I64": np.int64, "U8": np.uint8}
+TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "U32": np.uint32,
+         "I64": np.int64, "U8": np.uint8}
 
 
 def load(path):

@@ -2,8 +2,8 @@
 import os
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # graphs of an earlier version of the operators answer nothing
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 
 @pytest.fixture(scope="session")

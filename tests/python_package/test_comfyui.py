@@ -29,7 +29,8 @@ from scope_attn import _functions
 from scope_attn.hosts import comfyui, session
 
 FOLDER = pathlib.Path(__file__).parents[2] / "integrations/comfyui"
-LAYER, STEP, LAST_STEP, NOTHING = (session.WHY_DENSE[scope_attn.Reason[f"DENSE_{name}"]] for name in ("LAYER", "STEP", "LAST_STEP", "NOTHING"))
+LAYER, STEP, LAST_STEP, NOTHING = (session.WHY_DENSE[scope_attn.Reason[f"DENSE_{name}"]]
+                                   for name in ("LAYER", "STEP", "LAST_STEP", "NOTHING"))
 ROPE, DIM, HEADS, TOKENS = (12, 10, 10), 32, 2, 320
 WAN_GRID = (1, 4, 5, 16, 16)  # latents: batch, channels, T, H, W, in patches of 1 x 2 x 2
 BLOCKS = 3
@@ -185,8 +186,8 @@ class Sampler:
                 patcher.call("on_prepare_state", timestep, *[options] * self.newer)
                 for branch, name in list(enumerate(self.uuids))[::1 - step % 2 * 2]:  # in any order
                     generator = torch.Generator().manual_seed(1000 * self.seed + 10 * step + branch)
-                    transformer_options = {**options["transformer_options"], "cond_or_uncond": [branch], "uuids": [name], "sigmas": timestep,
-                                           "sample_sigmas": sigmas}
+                    transformer_options = {**options["transformer_options"], "cond_or_uncond": [branch], "uuids": [name],
+                                           "sigmas": timestep, "sample_sigmas": sigmas}
                     run = lambda x, *args, **kwargs: forward(kwargs["transformer_options"], generator)
                     audio_too = isinstance(self.grid[0], tuple)
                     arguments = [torch.empty(grid) for grid in self.grid] if audio_too else torch.empty(self.grid), timestep, None
@@ -597,8 +598,8 @@ def test_refusals(node):
     with pytest.raises(comfyui.Refused, match="sample_sigmas is missing"):
         sampler.sample(patched(node), lambda options, generator: wan({**options, "sample_sigmas": None}, generator))
     with pytest.raises(TypeError, match="float64"):
-        sampler.sample(patched(node), lambda options, generator: call({**options, "block_index": 1}, *torch.zeros(3, 1, TOKENS, 64).double(),
-                                                                      heads=HEADS))
+        sampler.sample(patched(node), lambda options, generator: call({**options, "block_index": 1},
+                                                                      *torch.zeros(3, 1, TOKENS, 64).double(), heads=HEADS))
 
 
 # ---- what newer cores do. These stand-ins were not run against the real core.

@@ -17,12 +17,12 @@ import torch
 import scope_attn
 
 pytest.importorskip("diffusers")
-import diffusers  # noqa: E402
-import tiny_pipelines as tiny  # noqa: E402
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn  # noqa: E402
+import diffusers
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 
-from scope_attn.hosts import diffusers as host  # noqa: E402
-from scope_attn.hosts.diffusers import families  # noqa: E402
+import tiny_pipelines as tiny
+from scope_attn.hosts import diffusers as host
+from scope_attn.hosts.diffusers import families
 
 KINDS = {
     "wan2.1": (tiny.wan, tiny.make_wan),
@@ -631,7 +631,8 @@ def receipt_of(*calls):
     from scope_attn._receipt import Call, Receipt
     receipt = Receipt(method="scope-mean", model="wan2.1-t2v-14b", settings={}, careful=False, ranks=1, steps=2)
     stats = type("Stats", (), dict(density=0.2, warm=True))
-    receipt.calls = [Call("transformer", 0, 0, "cond", "dense" if dense else "", None if dense else stats, times) for dense, *times in calls]
+    receipt.calls = [Call("transformer", 0, 0, "cond", "dense" if dense else "", None if dense else stats, times)
+                     for dense, *times in calls]
     return receipt
 
 

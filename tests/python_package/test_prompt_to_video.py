@@ -12,12 +12,13 @@ import torch
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-import diffusers  # noqa: E402
-import numpy  # noqa: E402
-import tiny_folders  # noqa: E402
-import tiny_pipelines as tiny  # noqa: E402
-from PIL import Image  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+import diffusers
+import numpy
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import tiny_folders
+import tiny_pipelines as tiny
 
 if tiny.DEVICE != "cpu":
     pytest.skip("the CPU shows it", allow_module_level=True)
@@ -85,7 +86,8 @@ def test_ti2v_is_saved_as_text_to_video(place):
     assert index["_class_name"] == "WanPipeline"
     (folder / "model_index.json").write_text(json.dumps({**index, "expand_timesteps": True}))
     out = place / "ti2v.safetensors"
-    tool("encode_prompt", folder, "--prompt", "a cat", "--image", place / "first.png", "--size", "256x144", "--frames", 9, "--seed", 3, "-o", out)
+    tool("encode_prompt", folder, "--prompt", "a cat", "--image", place / "first.png", "--size", "256x144", "--frames", 9,
+         "--seed", 3, "-o", out)
     found = load_file(out)
     assert found["condition"].shape == (1, found["noise"].shape[1], 1, *found["noise"].shape[3:])
 

@@ -8,8 +8,9 @@ import torch
 import scope_attn
 
 pytest.importorskip("diffusers")
-import tiny_pipelines as tiny  # noqa: E402
-from diffusers import ContextParallelConfig  # noqa: E402
+from diffusers import ContextParallelConfig
+
+import tiny_pipelines as tiny
 
 if tiny.DEVICE != "cpu":
     pytest.skip("two ranks take two GPUs", allow_module_level=True)
@@ -104,7 +105,8 @@ def test_bits(ranks, name, enabled_first):
         assert (told["ranks"], told["rank"], told["rho_of_each_rank"]) == (RANKS, rank, False)
         assert f"rank {rank} of 2, which attends with its own heads\n" in text
         assert set(heads) == ({(2, 1)[rank]} if name == "three heads" else {2})
-        assert [call["why"] for call in told["calls"]] == [call.why for call in receipt.calls] and any(call.sparse for call in receipt.calls)
+        assert [call["why"] for call in told["calls"]] == [call.why for call in receipt.calls]
+        assert any(call.sparse for call in receipt.calls)
 
 
 @ORDERS
@@ -113,7 +115,7 @@ def test_density_of_each_rank(ranks, enabled_first):
     expected, receipt = one_rank("sample")
     assert receipt.settings["ranks"] == 1 and "rank" not in str(receipt)
     for said in ranks:
-        latents, text, told, heads = said["sample", enabled_first]
+        latents, text, told, _ = said["sample", enabled_first]
         assert (latents == ranks[0]["sample", enabled_first][0]).all() and (latents != expected).any()
         assert told["rho_of_each_rank"] and "each rank meets the density over its own (target_scope=head" in text
         assert all(abs(call["density"] - 0.2) < 0.03 for call in told["calls"] if call["sparse"])

@@ -16,16 +16,16 @@ import torch
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-import diffusers  # noqa: E402
-import numpy  # noqa: E402
-import tiny_folders  # noqa: E402
-import tiny_pipelines as tiny  # noqa: E402
-from PIL import Image  # noqa: E402
-from safetensors.numpy import save_file  # noqa: E402
+import diffusers
+import numpy
+from PIL import Image
+from safetensors.numpy import save_file
 
-from scope_attn.reproduce import __main__ as command  # noqa: E402
-from scope_attn.reproduce import maker, metrics, profile, quality, results, work  # noqa: E402
-from scope_attn.reproduce.settings import METHODS, PAPER_COLUMNS, SETTINGS, Method, control  # noqa: E402
+import tiny_folders
+import tiny_pipelines as tiny
+from scope_attn.reproduce import __main__ as command
+from scope_attn.reproduce import maker, metrics, profile, quality, results, work
+from scope_attn.reproduce.settings import METHODS, PAPER_COLUMNS, SETTINGS, Method, control
 
 if tiny.DEVICE != "cpu":
     pytest.skip("the CPU shows it", allow_module_level=True)
@@ -80,7 +80,8 @@ def test_six(place, tmp_path, capsys, setting):
     shown = capsys.readouterr().out
     about = json.loads((out / "table.json").read_text())
     rows = {row["method"]: row for row in about["rows"]}
-    assert list(rows) == ["dense", CONTROL, *METHODS[1:]] and rows["scope-paper"]["paper"]["psnr"] == SETTINGS[setting].paper["scope-paper"][0]
+    assert list(rows) == ["dense", CONTROL, *METHODS[1:]]
+    assert rows["scope-paper"]["paper"]["psnr"] == SETTINGS[setting].paper["scope-paper"][0]
     assert (about["dense_backend"], about["compile"], about["negative_prompt"]) == ("native", False, SETTINGS[setting].negative)
     control = rows.pop(CONTROL)
     assert (control["psnr"] == "equal" or control["psnr"] > 60) and control["ssim_box"] > 0.999 and control["density"] is None
@@ -387,9 +388,11 @@ def test_warm_up(tmp_path, monkeypatch, compiled):
             return SimpleNamespace(frames=[numpy.zeros((2, 16, 16, 3))])
 
     made = maker.Maker.__new__(maker.Maker)
-    made.options, made.setting, made.device = SimpleNamespace(seed=7, steps=4, compile=compiled), SETTINGS["wan2.1-t2v"], torch.device("cpu")
+    made.options = SimpleNamespace(seed=7, steps=4, compile=compiled)
+    made.setting, made.device = SETTINGS["wan2.1-t2v"], torch.device("cpu")
     made.pipe, made.fixed, made.ready = Pipe(), dict(negative_prompt="dark"), None
-    made.results = SimpleNamespace(write_video=lambda label, number, frames, fps, about: saved.append((label, number, len(frames), fps, about)))
+    write_video = lambda label, number, frames, fps, about: saved.append((label, number, len(frames), fps, about))
+    made.results = SimpleNamespace(write_video=write_video)
     monkeypatch.setattr(made, "prepare", lambda method: setattr(made, "ready", method.label))
     monkeypatch.setattr(maker, "now", lambda device: next(clock))
     dense, other = Method("dense", "dense", {}, "native"), control("_native_math")
@@ -419,7 +422,8 @@ def test_what_the_pipeline_is_given(place, tmp_path, monkeypatch):
                                          ("wan2.1-t2v", ("--negative-prompt", "none")), ("hunyuan-t2v", ()))):
         assert run(place, setting, tmp_path / str(i), *small, *more) == 0
     assert list(dict.fromkeys(seen)) == [
-        ("Bright tones", 5, 5, None, 64, 48, 5, 1), ("色调艳丽，过曝，静态，细", 12, 4, 3, 64, 48, 5, 1), ("dark", 5, 5, None, 64, 48, 5, 1),
+        ("Bright tones", 5, 5, None, 64, 48, 5, 1), ("色调艳丽，过曝，静态，细", 12, 4, 3, 64, 48, 5, 1),
+        ("dark", 5, 5, None, 64, 48, 5, 1),
         (None, 5, 5, None, 64, 48, 5, 1), (None, None, 6, None, 64, 48, 5, 1)]
 
 
@@ -506,7 +510,8 @@ def test_paper():
     for setting in SETTINGS.values():
         assert len(setting.paper) == 5 and all(len(row) == len(PAPER_COLUMNS) for row in setting.paper.values())
         sparse = [row for method, row in setting.paper.items() if method != "dense"]
-        assert setting.paper["scope-paper"][:3] == (max(row[0] for row in sparse), max(row[1] for row in sparse), min(row[2] for row in sparse))
+        assert setting.paper["scope-paper"][:3] == (max(row[0] for row in sparse), max(row[1] for row in sparse),
+                                                    min(row[2] for row in sparse))
 
 
 def test_frames_stay_where_ffmpeg_fails(tmp_path, monkeypatch, capsys):

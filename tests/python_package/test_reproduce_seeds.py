@@ -5,10 +5,9 @@ import pytest
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-import tiny_folders  # noqa: E402
-import tiny_pipelines as tiny  # noqa: E402
-
-from scope_attn.reproduce import __main__ as command  # noqa: E402
+import tiny_folders
+import tiny_pipelines as tiny
+from scope_attn.reproduce import __main__ as command
 
 if tiny.DEVICE != "cpu":
     pytest.skip("the CPU shows it", allow_module_level=True)

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("numpy")
 pytest.importorskip("PIL")
-from scope_attn.reproduce import table  # noqa: E402
-from scope_attn.reproduce.results import Results, write_json  # noqa: E402
-from scope_attn.reproduce.settings import DIMENSIONS, PAPER_COLUMNS, SETTINGS, Method, control  # noqa: E402
+from scope_attn.reproduce import table
+from scope_attn.reproduce.results import Results, write_json
+from scope_attn.reproduce.settings import DIMENSIONS, PAPER_COLUMNS, SETTINGS, Method, control
 
 LABELS = "dense", "dense:other", "sparge", "svg2", "svoo", "scope-paper", "scope-mean"
 METHODS = [control("other") if ":" in label else Method(label, label, {}, "one") for label in LABELS]

@@ -48,16 +48,19 @@ def test_break_even():
 
 def test_doctor_measures(device):
     where = "cpu" if device.type == "cpu" else "cuda:0"
-    doctor = lambda *more: subprocess.run([sys.executable, "-m", "scope_attn.doctor", "--measure", "1024", *more], capture_output=True, text=True)
+    doctor = lambda *more: subprocess.run([sys.executable, "-m", "scope_attn.doctor", "--measure", "1024", *more],
+                                          capture_output=True, text=True)
     done = doctor("--heads", "2", "--dim", "64", "--device", where)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout
-    assert f"1,024 tokens, 2 heads of 64 channels, {'float32' if where == 'cpu' else 'bfloat16'}, {where}" in said and "Sparse attention" in said
+    assert f"1,024 tokens, 2 heads of 64 channels, {'float32' if where == 'cpu' else 'bfloat16'}, {where}" in said
+    assert "Sparse attention" in said
     rows = [line.split() for line in said.splitlines() if line.startswith("density")]
     dense = next(float(line.split()[1]) for line in said.splitlines() if line.startswith("dense "))
     assert [row[1] for row in rows] == ["0.05", "0.1", "0.2", "0.3", "0.5"]
     assert all(float(row[4]) == pytest.approx(dense / float(row[2]), abs=0.02, rel=0.02) for row in rows)
-    for more, told, status in ((("--device", "cuda:77"), 'got "cuda:77", expected', 1), (("--dim", "1000"), "dim: got 1000, expected 1..256", 1),
+    for more, told, status in ((("--device", "cuda:77"), 'got "cuda:77", expected', 1),
+                               (("--dim", "1000"), "dim: got 1000, expected 1..256", 1),
                                (("--heads", "0"), "--heads: got 0, expected 1 or more", 2)):
         done = doctor(*more)
         assert done.returncode == status and told in done.stdout + done.stderr and "Traceback" not in done.stderr
@@ -124,7 +127,7 @@ def test_compile(qkv):
 
 def test_lse(qkv):
     """The log-sum-exp of a density-1 call against float64, eager and compiled, with and without a state."""
-    q, k, v = qkv
+    q, k, _ = qkv
     exact = torch.logsumexp(q.double() @ k.double().transpose(2, 3) / 8, -1)
     state, settings = scope_attn.State(), dict(rope=ROPE, rho=1, return_lse=True)
     token_major = [x.transpose(1, 2).contiguous() for x in qkv]
@@ -241,7 +244,8 @@ def test_refusals(qkv):
     with pytest.raises(ValueError, match="last dimension has stride 280"):
         scope_attn.attention(q.transpose(2, 3).contiguous().transpose(2, 3), k, v, **SETTINGS)
     with pytest.raises(ValueError, match="meta"):
-        scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, dtype=str(q.dtype).removeprefix("torch."), rope=ROPE, device=q.device).run(*(x.to("meta") for x in qkv))
+        scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, dtype=str(q.dtype).removeprefix("torch."),
+                        rope=ROPE, device=q.device).run(*(x.to("meta") for x in qkv))
     with pytest.raises(scope_attn.ScopeValueError, match="densty"):
         scope_attn.attention(q, k, v, densty=0.3)
     with pytest.raises(TypeError, match="k: got ndarray, expected a PyTorch tensor"):

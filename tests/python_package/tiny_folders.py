@@ -6,9 +6,18 @@ import sys
 
 import torch
 import transformers
-from diffusers import (AutoencoderKLHunyuanVideo, AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, HunyuanVideoImageToVideoPipeline,
-                       HunyuanVideoPipeline, HunyuanVideoTransformer3DModel, UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline,
-                       WanTransformer3DModel)
+from diffusers import (
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoImageToVideoPipeline,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 HEADERS = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>"  # of HunyuanVideo's templates

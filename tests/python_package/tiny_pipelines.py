@@ -3,10 +3,23 @@ import os
 import types
 
 import torch
-from diffusers import (AutoencoderKLWan, ClassifierFreeGuidance, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel,
-                       FlowMatchEulerDiscreteScheduler, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel, HunyuanVideoPipeline,
-                       HunyuanVideoTransformer3DModel, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel, WanVACEPipeline,
-                       WanVACETransformer3DModel)
+from diffusers import (
+    AutoencoderKLWan,
+    ClassifierFreeGuidance,
+    CogVideoXDDIMScheduler,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
+)
 
 DEVICE = os.environ.get("SCOPE_TEST_DEVICE", "cpu")
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -271,7 +284,8 @@ def framepack():
         indices = torch.arange(12)
         history = {f"latents_{name}": randn(batch, 4, frames, 16, 16, generator=generator)
                    for name, frames in (("clean", 1), ("history_2x", 2), ("history_4x", 4))}
-        return dict(encoder_hidden_states=randn(batch, 10, 16, generator=generator), pooled_projections=randn(batch, 8, generator=generator),
+        return dict(encoder_hidden_states=randn(batch, 10, 16, generator=generator),
+                    pooled_projections=randn(batch, 8, generator=generator),
                     encoder_attention_mask=(torch.arange(10)[None] < torch.tensor([7, 4])[:batch, None]).to(DEVICE),
                     image_embeds=randn(batch, 5, 8, generator=generator), guidance=torch.full((batch,), 6000.0).to(DEVICE, DTYPE),
                     indices_latents=indices[:4], indices_latents_clean=indices[4:5], indices_latents_history_2x=indices[5:7],

@@ -50,7 +50,7 @@ class Selector:
         codes = min(max(math.ceil(tokens / 64), 16), 333)
         labels, means = self.cluster((layer, "q"), q, groups, 0)
         if self.kind == "random":
-            noise = torch.rand(means.shape[:2] + (tokens,), generator=torch.Generator().manual_seed(layer))
+            noise = torch.rand((*means.shape[:2], tokens), generator=torch.Generator().manual_seed(layer))
             return labels, noise.to(q.device)
         logits = 0
         for axis, (low, high) in enumerate(RANGES):

@@ -168,7 +168,7 @@ def image_condition(latent):
     Wan's image-to-video has four mask channels at this place; the three spare ones carry coordinates, because a purely
     relative RoPE does not tell the net where in the frame a token is, and the condition speaks of places.
     """
-    b, c, t, h, w = latent.shape
+    b, _, t, h, w = latent.shape
     guide = torch.zeros(4, t, h, w, device=latent.device)
     guide[0, 0] = 1
     guide[1] = (torch.arange(t, device=latent.device) / max(t - 1, 1)).view(-1, 1, 1)

@@ -5,18 +5,20 @@ import math
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
+
 from sample import noise_levels
 from test_runner import randomise
 
-BASE = dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, num_refiner_layers=1,
-            mlp_ratio=2.5, text_embed_dim=10, pooled_projection_dim=7, rope_axes_dim=(4, 6, 2))
+BASE = dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1,
+            num_refiner_layers=1, mlp_ratio=2.5, text_embed_dim=10, pooled_projection_dim=7, rope_axes_dim=(4, 6, 2))
 CASES = {
     "all blocks": dict(num_layers=2, num_single_layers=3, num_refiner_layers=2),
     "double blocks": dict(num_layers=2, num_single_layers=0, num_refiner_layers=0),
     "single blocks": dict(num_layers=0, num_single_layers=2, num_refiner_layers=0),
     "refiner": dict(num_refiner_layers=3),
     "no guidance": dict(guidance_embeds=False),
-    "odd widths, patches over time": dict(num_attention_heads=1, patch_size=3, patch_size_t=2, text_embed_dim=11, mlp_ratio=1.7, rope_theta=50.0),
+    "odd widths, patches over time": dict(num_attention_heads=1, patch_size=3, patch_size_t=2, text_embed_dim=11,
+                                          mlp_ratio=1.7, rope_theta=50.0),
     "image by channels": dict(in_channels=9, image_condition_type="latent_concat"),
     "image as tokens": dict(num_layers=2, num_single_layers=2, image_condition_type="token_replace"),
     "head of 128": dict(attention_head_dim=128, rope_axes_dim=(16, 56, 56), num_attention_heads=3),
@@ -31,7 +33,10 @@ def make(config, seed):
 
 
 def with_exact_waves(model):
-    """PyTorch's exp is off by an ulp at 2 of the 128 frequencies, which guidance, 6000 in the waves, makes 2e-4: ours are rounded correctly."""
+    """PyTorch's exp is off by an ulp at 2 of the 128 frequencies, which guidance, 6000 in the waves, makes 2e-4.
+
+    Ours are rounded correctly.
+    """
     frequencies = torch.exp((-math.log(10000) * torch.arange(128, dtype=torch.float32) / 128).double()).float()
 
     def waves(time):
@@ -69,7 +74,8 @@ def euler(model, given, steps):
     x = keep(x)
     for i in range(steps):
         time = torch.tensor([levels[i] * 1000])
-        v = model(torch.cat([x, *more], 1), time, of("prompt_embeds"), given["prompt_attention_mask"][None], of("pooled_prompt_embeds"), guidance).sample
+        v = model(torch.cat([x, *more], 1), time, of("prompt_embeds"), given["prompt_attention_mask"][None],
+                  of("pooled_prompt_embeds"), guidance).sample
         x = keep(x + (levels[i + 1] - levels[i]) * v)
     return x.float()
 
@@ -104,7 +110,8 @@ def test_bf16_differs_by_its_rounding(generate, tmp_path):
     model.save_pretrained(tmp_path / "model")
     given = inputs(model, 5)
     truth = euler(model, given, 2)
-    theirs = (euler(HunyuanVideoTransformer3DModel.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16).eval(), given, 2) - truth).norm()
+    theirs = (euler(HunyuanVideoTransformer3DModel.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16).eval(),
+                    given, 2) - truth).norm()
     ours = (generate(given, *flags(tmp_path / "model", "--steps", 2, *guided(model), "--compute", "bf16")) - truth).norm()
     assert 0.1 * theirs < ours < 1.2 * theirs
 

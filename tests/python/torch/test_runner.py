@@ -1,12 +1,13 @@
 """The native runner against diffusers' WanTransformer3DModel on random small models, and against the sampler of the bundled one."""
 
-import images
 import pytest
 import torch
-import video
-import wan22
 from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from safetensors import safe_open
+
+import images
+import video
+import wan22
 from sample import load, noise_levels, sample
 
 BASE = dict(num_attention_heads=2, attention_head_dim=24, in_channels=5, out_channels=5, text_dim=18, freq_dim=32, ffn_dim=40, num_layers=2)
@@ -44,7 +45,8 @@ def inputs(model, seed):
     c = model.config
     size = [n * p for n, p in zip(GRID, c.patch_size)]
     tokens = 512 if c.added_kv_proj_dim else 9
-    out = {"noise": torch.randn(c.out_channels, *size), "prompt_embeds": torch.randn(tokens, c.text_dim), "negative_prompt_embeds": torch.randn(tokens, c.text_dim)}
+    out = {"noise": torch.randn(c.out_channels, *size), "prompt_embeds": torch.randn(tokens, c.text_dim),
+           "negative_prompt_embeds": torch.randn(tokens, c.text_dim)}
     if c.in_channels > c.out_channels:
         out["condition"] = torch.randn(c.in_channels - c.out_channels, *size)
     if c.image_dim:
@@ -125,7 +127,8 @@ def test_two_experts_give_the_samples_of_diffusers(generate, tmp_path, image):
     given = inputs(pipe.transformer, 7)
     for steps, guidance, guidance_2 in ((1, 4.0, 3.0), (5, 4.0, 2.0), (8, 3.5, None)):
         more = [] if guidance_2 is None else ["--guidance-2", guidance_2]
-        ours = generate(given, "--model", tmp_path / "model", "--grid", "3x4x5", "--method", "dense", "--steps", steps, "--guidance", guidance, *more)
+        ours = generate(given, "--model", tmp_path / "model", "--grid", "3x4x5", "--method", "dense", "--steps", steps,
+                        "--guidance", guidance, *more)
         theirs = wan22.latents(pipe, given, steps, guidance, guidance_2)[-1]
         assert (ours - theirs).norm() / (theirs - given["noise"]).norm() < 2e-6 * steps * guidance, steps
         if steps > 1:
@@ -144,7 +147,8 @@ def test_timesteps_per_token_give_the_samples_of_diffusers(generate, tmp_path, i
         theirs = wan22.latents(pipe, given, steps, guidance)[-1]
         # In Morton order the first frame is in many places.
         for method in ("dense", "sol:dense_steps=1"):
-            ours = generate(given, "--model", tmp_path / "model", "--grid", "3x4x5", "--method", method, "--steps", steps, "--guidance", guidance)
+            ours = generate(given, "--model", tmp_path / "model", "--grid", "3x4x5", "--method", method, "--steps", steps,
+                            "--guidance", guidance)
             assert (ours - theirs).norm() / (theirs - given["noise"]).norm() < 2e-6 * steps * guidance, (steps, method)
             assert not image or torch.equal(ours[0, :, :1], given["condition"])
 

@@ -50,7 +50,8 @@ def latents(pipe, given, steps, guidance, guidance_2=None):
     found = []
     noise = given["noise"][None].float()
     scale = pipe.vae_scale_factor_spatial
-    arguments = dict(prompt_embeds=given["prompt_embeds"][None], negative_prompt_embeds=given["negative_prompt_embeds"][None], latents=noise,
+    arguments = dict(prompt_embeds=given["prompt_embeds"][None],
+                     negative_prompt_embeds=given["negative_prompt_embeds"][None], latents=noise,
                      num_frames=4 * (noise.shape[2] - 1) + 1, height=noise.shape[3] * scale, width=noise.shape[4] * scale,
                      num_inference_steps=steps, guidance_scale=guidance, guidance_scale_2=guidance_2, output_type="latent",
                      callback_on_step_end=lambda pipe, i, t, kept: found.append(kept["latents"]) or {})

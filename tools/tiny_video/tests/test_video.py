@@ -18,7 +18,7 @@ def test_random_numbers_are_fixed_for_ever():
 
 def test_random_numbers_are_uniform():
     numbers = video.uniform(torch.arange(4096), 64)
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.005 and abs(numbers.var() - 1 / 12) < 0.002
     assert abs(torch.corrcoef(numbers[:, :8].T) - torch.eye(8)).max() < 0.08
 
