@@ -9,8 +9,21 @@ attention() is all that most callers need; Plan is what it makes of a shape and 
 pipeline of diffusers. `python -m scope_attn.doctor` says what this machine can do.
 """
 from ._c_api import ScopeError, ScopeRuntimeError, ScopeTypeError, ScopeValueError
-from ._functions import (Method, Model, Setting, attend_selected, attention, head_budget, methods, models, pack_bits, select, settings,
-                         supports, unpack_bits)
+from ._functions import (
+    Method,
+    Model,
+    Setting,
+    attend_selected,
+    attention,
+    head_budget,
+    methods,
+    models,
+    pack_bits,
+    select,
+    settings,
+    supports,
+    unpack_bits,
+)
 from ._pipelines import disable, enable, receipt
 from ._plan import Context, HeadStats, Plan, Reason, Selection, State, Stats
 from ._receipt import Call, Receipt

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, NamedTuple, Optional, Sequence, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _c_api
 from ._plan import DTYPES, Plan, Selection, State, Stats, arrays_of, device_name, ranges_of, text_of, token_major, tokens_given
@@ -71,11 +72,12 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
         from . import _torch
         return _torch.attention(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, tokens, stats,
                                 return_lse)
-    return run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, *tokens, stats, return_lse)
+    return run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, *tokens, stats=stats,
+               return_lse=return_lse)
 
 
 def run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, q_lengths, k_lengths, valid_queries,
-        valid_keys, keep, dense_queries, stats=None, return_lse=False):
+        valid_keys, keep, dense_queries, *, stats=None, return_lse=False):
     """attention with the plan from the cache."""
     arrays = arrays_of(q)
     plan = plan_for(arrays, q, k, tokens_first, dense_queries is not None, method, model, rope, texts)

@@ -1,9 +1,11 @@
 """How long dense and sparse attention take on this machine, for python -m scope_attn.doctor --measure."""
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from typing import Any, Callable, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
 
 DENSITIES = 0.05, 0.1, 0.2, 0.3, 0.5
 REPEAT = 5
@@ -59,7 +61,8 @@ def measure(tokens: int, heads: Optional[int], dim: int, on: str, say: Callable[
         sparse = []
         for density in DENSITIES:
             state = scope_attn.State()
-            taken = median_ms(lambda: scope_attn.attention(q, k, v, method="scope-mean", target_density=density, state=state), device)
+            taken = median_ms(functools.partial(scope_attn.attention, q, k, v, method="scope-mean", target_density=density,
+                                                state=state), device)
             say(f"density {density:g}", f"{taken:9.2f} ms, {dense / taken:.2f} times as fast")
             sparse.append((density, taken))
     say("so", verdict(dense, sparse))

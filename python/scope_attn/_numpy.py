@@ -6,6 +6,7 @@ from . import _c_api
 KIND = "a numpy array"
 DTYPES = {numpy.dtype(numpy.float32): _c_api.F32, numpy.dtype(numpy.float16): _c_api.F16}
 empty_like = numpy.empty_like
+int32 = numpy.int32
 
 
 def dtype_of(x):
@@ -55,6 +56,11 @@ def check_words(name, x, shape, index):
         raise TypeError(f"{name}: got {x.dtype}, expected 32-bit integers, or booleans of tokens")
     if x.shape != shape or not x.flags.c_contiguous:
         raise ValueError(f"{name}: got shape {list(x.shape)} with strides {x.strides}, expected {list(shape)}, contiguous")
+
+
+def take_along(x, index):
+    """x[..., index[..., i]] for every i."""
+    return numpy.take_along_axis(x, index, -1)
 
 
 def pack_bits(mask):

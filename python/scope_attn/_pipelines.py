@@ -1,16 +1,20 @@
 """One line for pipelines of diffusers; neither it nor PyTorch is needed to import this."""
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any, Optional
 
 from ._receipt import Receipt
+from ._selector import Selector
 
 
-def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[float] = None, window: Optional[Sequence[float]] = None,
-           min_tokens: Optional[int] = None, strict: bool = True, model: Optional[str] = None, **settings: Any) -> None:
+def enable(pipe: Any, method: Optional[str] = None, *, target_density: Optional[float] = None, window: Optional[Sequence[float]] = None,
+           min_tokens: Optional[int] = None, strict: bool = True, model: Optional[str] = None, selector: Optional[Selector] = None,
+           **settings: Any) -> None:
     """Makes the video self-attention of a diffusers pipeline sparse: Wan2.1, Wan2.2, VACE, Wan-Animate, SkyReels-V2, ChronoEdit, AnyFlow,
     HunyuanVideo, HunyuanVideo 1.5, Framepack, CogVideoX, MiniMax-H3, LTX-Video, LTX-2 and Kandinsky 5.
 
+    method: a row of methods(); None: scope-mean.
     target_density: the share of keys that attention is to keep; None: 0.2 with scope-mean unless rho, rule or another setting
         says how many, and what the method's own rule keeps with the others.
     window: the part of the schedule that may be sparse, as shares (from, to) of its steps; None: after the model's dense steps.
@@ -19,12 +23,15 @@ def enable(pipe: Any, method: str = "scope-mean", *, target_density: Optional[fl
     strict: what cannot run sparse, other than by the schedule and min_tokens, is an error; False: the pipeline's own attention
         runs, with one warning.
     model: a row of models(), whose rho and schedule are taken; None: the one that fits the transformer.
+    selector: a function of yours in the place of a method. selector(q, k, grid, place) returns a Selection. q and k are
+        [batch, heads, tokens, dim], the video's tokens alone: text is always seen, and sees everything. grid: frames, rows and
+        columns in tokens, or None where the pipeline does not say them. place: a Place.
     settings: any setting by its own name, such as dense_steps=0.1 or tail="mean"; settings() lists them.
 
     Dense calls are the pipeline's own attention, whatever its backend. receipt(pipe) says what every call did.
     """
     host().enable(pipe, method=method, target_density=target_density, window=window, min_tokens=min_tokens, strict=strict, model=model,
-                  settings=settings)
+                  selector=selector, settings=settings)
 
 
 def disable(pipe: Any) -> None:

@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 import weakref
-from typing import Any, NamedTuple, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional
 
 from . import _c_api
 
@@ -94,7 +95,7 @@ def device_name(index: int) -> str:
     return "cpu" if index < 0 else f"cuda:{index}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def default_context(index: int) -> Context:
     return Context(device_name(index))
 
@@ -289,7 +290,7 @@ class Stats:
         """Completes them, waiting for the call; raises what only the device could find, such as NaN in q."""
         stats = self._called()
         if self._heads is None:
-            held, address = self._report if self._plan.index < 0 else self._report.on_host()
+            _held, address = self._report if self._plan.index < 0 else self._report.on_host()
             heads = self._plan._plan.read_report(address, stats)
             self._heads = [HeadStats(*(getattr(head, name) for name in HeadStats._fields)) for head in heads]
         return self
@@ -542,7 +543,7 @@ class Plan(Handle):
                 function(self._plan.handle, self._by_reference)
                 return
             try:
-                held = [self._host_bits(name, x) for name, x in tokens.items()]  # until the call has read them
+                _held = [self._host_bits(name, x) for name, x in tokens.items()]  # until the call has read them
                 if selection is not None:
                     a.selection = _c_api.pointer(_c_api.Selection(**{
                         field.name: arrays.address(x) for field in dataclasses.fields(selection)

@@ -140,8 +140,8 @@ class Receipt:
             parts["sparse_attention" if call.sparse else "dense_prefix"] += call.seconds - selection
         total = between(self.calls[0].times[0], self.calls[-1].times[2])
         seconds = dict(total=total, **parts, rest=max(0.0, total - sum(parts.values())))
-        return dict(method=told["method"], model=told["model"], steps=told["steps"], rope=list(told["rope"] or ()), min_tokens=told["min_tokens"],
-                    settings=told["settings"], seconds=seconds,
+        return dict(method=told["method"], model=told["model"], steps=told["steps"], rope=list(told["rope"] or ()),
+                    min_tokens=told["min_tokens"], settings=told["settings"], seconds=seconds,
                     layers=[[cell(step, *row) for row in rows] for step in sorted({call.step for call in self.calls})])
 
     def line(self) -> str:

@@ -11,6 +11,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
 KIND = "a PyTorch tensor"
 DTYPES = {torch.float32: _c_api.F32, torch.float16: _c_api.F16, torch.bfloat16: _c_api.BF16}
 empty_like = torch.empty_like
+int32 = torch.int32
 
 
 def describe(name, x):
@@ -61,6 +62,11 @@ def check_words(name, x, shape, index):
         raise ValueError(f"{name}: it is on {x.device}, expected {'cpu' if index < 0 else f'cuda:{index}'}")
     if x.shape != shape or not x.is_contiguous():
         raise ValueError(f"{name}: got shape {list(x.shape)} with strides {x.stride()}, expected {list(shape)}, contiguous")
+
+
+def take_along(x, index):
+    """x[..., index[..., i]] for every i."""
+    return torch.take_along_dim(x, index.long(), -1)
 
 
 def pack_bits(mask):
@@ -180,7 +186,8 @@ def attention(q, k, v, state, method, model, settings, rope, tokens_first, scale
         raise RuntimeError("stats: not under torch.compile, where nobody can look at them")
     rest = method, model, settings, rope, tokens_first, scale, layer, step, steps
     if stats is not None or (type(q) is torch.Tensor and not compiling):
-        return _functions.run(q, k, v, state, *rest, *tokens, stats, return_lse)  # what the operators do, without the dispatcher's microseconds
+        # What the operators do, without the dispatcher's microseconds.
+        return _functions.run(q, k, v, state, *rest, *tokens, stats=stats, return_lse=return_lse)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError("q, k, v: they require gradients, and sparse attention has no backward pass; use torch.no_grad() or detach()")
     rest = *rest, *[on_host(x) for x in tokens]

@@ -54,7 +54,7 @@ def driver():
 
 def gpus():
     """A context for every GPU that the library can use."""
-    found = []
+    found: list[scope_attn.Context] = []
     while True:
         try:
             found.append(scope_attn.Context(f"cuda:{len(found)}"))
@@ -76,7 +76,8 @@ def self_test(q, k, v, tolerance):
 
 def arguments(given):
     parser = argparse.ArgumentParser(prog="python -m scope_attn.doctor", description=__doc__)
-    parser.add_argument("--measure", type=int, metavar="TOKENS", help="time dense attention and scope-mean on this machine, for a video of so many "
+    parser.add_argument("--measure", type=int, metavar="TOKENS",
+                        help="time dense attention and scope-mean on this machine, for a video of so many "
                         "tokens (Wan2.1 at 480p has 32,760, at 720p 75,600), and say from which density on sparse attention pays")
     parser.add_argument("--heads", type=int, help="attention heads of --measure; 8 on a GPU and 1 on a CPU unless it is given")
     parser.add_argument("--dim", type=int, default=128, help="channels of a head, for --measure; %(default)s unless it is given")

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import weakref
-from typing import Any, Callable, ContextManager, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
@@ -195,11 +195,11 @@ class Evaluation:
 
     def __init__(self, sigmas: torch.Tensor, schedule: torch.Tensor, sampling: Any, before: Optional[Evaluation]):
         self.sigmas, self.schedule = sigmas, schedule
-        if before is not None and before.schedule is schedule:
-            self.levels, self.done, self.steps = before.levels, before.done, before.steps
-        else:
+        if before is None or before.schedule is not schedule:
             self.levels = schedule.tolist()
             self.done, self.steps = whole_run(self.levels, sampling)
+        else:
+            self.levels, self.done, self.steps = before.levels, before.done, before.steps
         sigma = float(sigmas.flatten()[0])
         ours = self.levels[:-1] or self.levels
         self.step = self.done + min(range(len(ours)), key=lambda i: abs(ours[i] - sigma))
@@ -215,7 +215,7 @@ class Evaluation:
         return self.valid
 
 
-def outside_allocation_graph() -> ContextManager:
+def outside_allocation_graph() -> contextlib.AbstractContextManager:
     """What outlives a call is allocated in here: ComfyUI records a block's allocations, and expects them back at its end."""
     try:
         from comfy import model_prefetch
@@ -350,7 +350,12 @@ class Run:
         if not skip_reshape:
             q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
         ran = []
-        out = video.attend(q, k, v, self.place(options, now), lambda: ran.append(dense()) or ran[0],
+
+        def noted_dense():
+            ran.append(dense())
+            return ran[0]
+
+        out = video.attend(q, k, v, self.place(options, now), noted_dense,
                            lambda: self.tokens(q, axis, mask, options, now), "BHND" if skip_reshape else "BNHD", scale)
         return out, not ran
 
@@ -379,9 +384,9 @@ class Run:
             return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
         # A compiled model leaves its graph here. It is a function, since ComfyUI's deep copies keep those as they are.
-        override = torch.compiler.disable(override)
-        override.scope_run = self
-        return override
+        outside = torch.compiler.disable(override)
+        outside.scope_run = self
+        return outside
 
     def host_attention(self, func: Any, previous: Any) -> Any:
         """An earlier override, or what the checkpoint prefers, or ComfyUI's default.
@@ -480,8 +485,8 @@ def patch(model: Any, method: str = "scope-mean", target_density: float = TARGET
     """A clone of ComfyUI's model whose video self-attention is sparse.
 
     density: "preset": methods with a density of their own keep it; anything else: target_density is for them too.
-    target_density 0: what the method takes by itself, 0.2 for scope-mean. min_tokens 0: the least at which the device gains. sparse_from below
-    0: after the dense steps of the known model.
+    target_density 0: what the method takes by itself, 0.2 for scope-mean. min_tokens 0: the least at which the device gains.
+    sparse_from below 0: after the dense steps of the known model.
     """
     try:
         from comfy.patcher_extension import CallbacksMP, WrappersMP

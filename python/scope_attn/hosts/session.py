@@ -11,16 +11,19 @@ import contextlib
 import functools
 import time
 import warnings
-from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Optional, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, NamedTuple, Optional
 
 from .. import _functions
 from .._plan import Handle, Plan, Reason, State, Stats, ranges_of, text_of
 from .._receipt import Call, Receipt
+from .._selector import Grid, Place, Selector, name_of
 
 # Below this many tokens dense attention is as fast, at density 0.2 (docs/notebook/when_it_pays.md).
 MIN_TOKENS = {"cpu": 4096, "cuda": 12288}
 CAREFUL_DENSITY = 0.2  # of scope-mean where nothing says how many keys to keep
 SAYS_HOW_MANY = {"density", "density_steps", "rho", "rule"}
+SCHEDULE = "dense_layers", "dense_steps", "dense_last_steps"  # settings that say which calls are dense
 WHY_DENSE = {
     Reason.DENSE_METHOD: "the method is dense",
     Reason.DENSE_LAYER: "the layer is below dense_layers",
@@ -29,16 +32,6 @@ WHY_DENSE = {
     Reason.DENSE_NOTHING: "no query or no key takes part in selection",
     Reason.DENSE_OTHER: "the library says so",
 }
-
-
-class Place(NamedTuple):
-    """Where a call stands in a video."""
-
-    layer: int  # with a state of its own
-    step: int
-    branch: str = ""  # of guidance: each has states of its own, unless the method shares them
-    expert: str = "transformer"  # one of several transformers; the states of another are dropped
-    depth: Optional[int] = None  # the layer that dense_layers counts; None: `layer`
 
 
 class Tokens(NamedTuple):
@@ -72,16 +65,25 @@ class Session(Handle):
 
     family: how the names of its rows in models() begin. rope: how many channels turn along T, H and W, or lists of channels,
     or None. without_codes: why this model takes no method with codebooks; "": it takes them. target_density None: the
-    method's own; of scope-mean the careful default, unless a setting says how many keys to keep. window: the part of the schedule that may be sparse, as shares (from, to) of its steps; from None: after the
-    model's dense steps. permanent: a context for memory that outlives a call (states, statistics), for hosts that follow
-    their allocations.
+    method's own; of scope-mean the careful default, unless a setting says how many keys to keep. window: the part of the
+    schedule that may be sparse, as shares (from, to) of its steps; from None: after the model's dense steps. permanent: a
+    context for memory that outlives a call (states, statistics), for hosts that follow their allocations. selector: chooses
+    the keys in the place of a method.
     """
 
     def __init__(self, *, family: str, layers: int, heads: int, dim: int, rope: Any, from_image: bool = False, experts: int = 1,
-                 method: str = "scope-mean", target_density: Optional[float] = None, model: Optional[str] = None,
+                 method: Optional[str] = None, target_density: Optional[float] = None, model: Optional[str] = None,
                  window: Optional[Sequence[Optional[float]]] = None, min_tokens: Optional[int] = None, strict: bool = True,
                  without_codes: str = "", settings: Mapping[str, Any] = {}, warn: Callable[[str], None] = warnings.warn,
-                 permanent: Callable[[], ContextManager] = contextlib.nullcontext):
+                 permanent: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+                 selector: Optional[Selector] = None):
+        if selector is not None:
+            from .selected import refuse_idle
+            if not callable(selector):
+                raise TypeError(f"selector: got {type(selector).__name__}, expected a function of q, k, the grid and the place")
+            refuse_idle(method, target_density, settings)
+        self.selector = selector
+        method = method or "scope-mean"  # beside a selector it makes the schedule alone
         _functions.refuse_morton(method)
         if min_tokens is not None and min_tokens < 0:
             raise ValueError(f"min_tokens: got {min_tokens}, expected 0 or more")
@@ -96,7 +98,7 @@ class Session(Handle):
         # A "?" marks what the caller did not set: it is not refused where another setting makes it idle.
         given = {"state_dtype?": "bf16", **settings, **window_settings(window, settings)}
         defaults = {row.name: row.default for row in _functions.settings(method)}
-        self.careful = target_density is None and method == "scope-mean" and not SAYS_HOW_MANY & set(settings)
+        self.careful = selector is None and target_density is None and method == "scope-mean" and not SAYS_HOW_MANY & set(settings)
         if self.careful:
             given["target_density?"] = CAREFUL_DENSITY
         elif target_density is not None:
@@ -111,7 +113,11 @@ class Session(Handle):
                              "scope-mean, fast or quality")
         plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, method=method, model=self.model, **ranges_of(rope),
                     **given)  # refuses unknown settings and bad values
-        self.density_over_heads = plan.setting("target_scope") == "sample" and (
+        self.shown = method
+        if selector is not None:
+            self.shown = f"selector {name_of(selector)}"
+            self.settings = {name: plan.setting(name) for name in SCHEDULE}
+        self.density_over_heads = selector is None and plan.setting("target_scope") == "sample" and (
             plan.setting("rule") == "target" or any(plan.setting(name) != "none" for name in ("target_density", "density_steps")))
         self.shares_branches = any(row.name == method and row.shares_branches for row in _functions.methods())
         self.warned = False
@@ -173,8 +179,12 @@ class Video(Handle):
         self.session, self.steps, self.step = session, steps, 0
         self.states: dict[str, dict[tuple, State]] = {}  # by expert, of which one at a time has some
         self.turns: collections.Counter = collections.Counter()
+        self.selected: Any = None  # the calls of a selector
+        if session.selector is not None:
+            from .selected import Selected
+            self.selected = Selected(session.selector)
         self.receipt = Receipt(**{**dict(
-            method=session.method, model=session.model, why_model=session.why_model, rope=session.rope, settings=dict(session.settings),
+            method=session.shown, model=session.model, why_model=session.why_model, rope=session.rope, settings=dict(session.settings),
             careful=session.careful, min_tokens=session.min_tokens, steps=steps, ranks=1, rank=0, rho_of_each_rank=False), **about})
 
     def turn(self, *key: Any) -> int:
@@ -186,14 +196,14 @@ class Video(Handle):
         return self.turns[key] - 1
 
     def attend(self, q: Any, k: Any, v: Any, place: Place, dense: Callable[[], Any], tokens: Callable[[], Tokens] = Tokens,
-               layout: str = "BNHD", scale: Optional[float] = None) -> Any:
+               layout: str = "BNHD", scale: Optional[float] = None, grid: Grid = None) -> Any:
         """softmax(scale q k) v: sparse, or by `dense`, the host's own attention. The receipt notes it.
 
-        `tokens` may raise DenseCall, and what it refuses.
+        `tokens` may raise DenseCall, and what it refuses. `grid`: of the video's tokens, for a selector.
         """
         began, out, stats = now(q), None, None
         try:
-            out, why, stats = self.sparse(q, k, v, place, tokens(), layout, scale)
+            out, why, stats = self.sparse(q, k, v, place, tokens(), layout, scale, grid)
         except DenseCall as reason:
             why = str(reason)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -206,7 +216,7 @@ class Video(Handle):
         self.receipt.calls.append(Call(place.expert, place.layer, place.step, place.branch, why, stats, (began, clustered, now(q))))
         return out
 
-    def sparse(self, q, k, v, place: Place, tokens: Tokens, layout: str, scale: Optional[float]):
+    def sparse(self, q, k, v, place: Place, tokens: Tokens, layout: str, scale: Optional[float], grid: Grid):
         """The output, why the call is dense, and statistics. Output None: the host's attention is to run it."""
         session, axis = self.session, 1 if layout == "BNHD" else 2
         count, least = q.shape[axis] - tokens.others, session.least_tokens(q)
@@ -217,10 +227,16 @@ class Video(Handle):
                                    session.texts)
         at = dict(layer=place.layer if place.depth is None else place.depth, step=place.step, steps=self.steps or place.step + 1)
         reason = plan.reason(**at)
-        if reason is not Reason.SPARSE and not plan.clusters(**at):
+        if self.selected is not None and count == 0:
+            reason = Reason.DENSE_NOTHING
+        if reason is not Reason.SPARSE and (self.selected is not None or not plan.clusters(**at)):
             return None, WHY_DENSE[reason], None
-        given = dict(state=self.state(place, plan, q), layout=layout, scale=scale or 0.0, q_lengths=tokens.lengths, k_lengths=tokens.lengths,
-                     valid_keys=tokens.valid_keys, keep=tokens.bits, dense_queries=tokens.bits, **at)
+        if self.selected is not None:
+            heads_first = [x.transpose(1, 2) if layout == "BNHD" else x for x in (q, k, v)]
+            out, stats = self.selected.attend(*heads_first, place._replace(steps=self.steps), grid, tokens, scale)
+            return out.transpose(1, 2) if layout == "BNHD" else out, "", stats
+        given = dict(state=self.state(place, plan, q), layout=layout, scale=scale or 0.0, q_lengths=tokens.lengths,
+                     k_lengths=tokens.lengths, valid_keys=tokens.valid_keys, keep=tokens.bits, dense_queries=tokens.bits, **at)
         if reason is not Reason.SPARSE:
             plan.cluster(q, k, **given)
             return None, WHY_DENSE[reason], None

@@ -30,8 +30,8 @@ one list, with --out on a file system that all machines share; what a process th
 (0000.quality.json, vbench.json, left_out.json), profile.csv, table.md and table.json. Frames of a 720p video take about 120 MB.
 `scope evaluate` compares such folders."""
 
-EPILOG = """Methods run as their rows in docs/reference/settings.md say for the model: its schedule, and each method's own rule for what it keeps.
---target-density D makes all of them keep the share D. A method may carry settings, as scope:rho=0.8+groups=200.
+EPILOG = """Methods run as their rows in docs/reference/settings.md say for the model: its schedule, and each method's own rule
+for what it keeps. --target-density D makes all of them keep the share D. A method may carry settings, as scope:rho=0.8+groups=200.
 
 Every dense call has the backend of --dense-backend: the dense videos, and the dense steps and layers of sparse methods. The control
 is the dense video by another backend: it shows what rounding alone does to PSNR, SSIM and LPIPS.

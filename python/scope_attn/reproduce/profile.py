@@ -30,7 +30,7 @@ class Profile:
         from ..hosts import diffusers as host
         self.rows: dict[tuple[int, int], torch.Tensor] = {}  # by step and layer, on the device: nothing waits for it
         for _, processor in host.processors_of(pipe):
-            processor.attend_heads = self.watched(processor)
+            processor.attend_heads = self.watched(processor)  # type: ignore[method-assign]
 
     def watched(self, processor):
         own = processor.attend_heads

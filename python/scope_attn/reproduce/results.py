@@ -114,7 +114,8 @@ class Results:
                 raise Refused(f"--out: {self.folder} has {name} {saved.get(name)!r}, and this run {value!r}; give another folder")
         for i, (theirs, ours) in enumerate(zip(prompts, about["prompts"])):
             if theirs != ours:
-                raise Refused(f"--out: {self.folder} has another prompt or image {i}: {theirs[0]!r}, and this run {ours[0]!r}; give another "
+                raise Refused(f"--out: {self.folder} has another prompt or image {i}: {theirs[0]!r}, and this run "
+                              f"{ours[0]!r}; give another "
                               "folder")
 
     def begin(self, about: dict[str, Any]):

@@ -48,7 +48,8 @@ def notes(results: Results, methods: list[Method], clips: int, packages: dict[st
             for package, what in (("lpips", "LPIPS"), ("vbench", "ImageQual, AesQual, SubConsist, BackConsist")) if not packages[package]]
     bare = [method.label for method in methods if not all((results.video(method.label, i) / "clip.mp4").exists() for i in range(clips))]
     if packages["vbench"] and bare:
-        said.append(f"ImageQual, AesQual, SubConsist, BackConsist of {', '.join(bare)}: VBench reads clip.mp4, which ffmpeg did not make of every "
+        said.append(f"ImageQual, AesQual, SubConsist, BackConsist of {', '.join(bare)}: VBench reads clip.mp4, which "
+                    f"ffmpeg did not make of every "
                     "video: install ffmpeg, remove the folders of those videos, and run this again.")
     left_out = [note for method in methods for note in results.read(results.left_out(method.label)) or []]
     return said + list(dict.fromkeys(left_out))

@@ -161,8 +161,8 @@ def compare(methods: list[Method], clips: int, results: Results, ranks: Ranks, d
                                               if not set(quality.MEASURES) <= set(results.read(results.measured(method.label, i)))])
     for label, i in ranks.take("measures", work):
         found = results.read(results.measured(label, i))
-        videos = (appeared(results.video(each, i)) for each in ("dense", label))
-        found.update(quality.compare(*videos, skip, device))
+        dense, video = (appeared(results.video(each, i)) for each in ("dense", label))
+        found.update(quality.compare(dense, video, skip, device))
         write_json(results.measured(label, i), found)
 
 

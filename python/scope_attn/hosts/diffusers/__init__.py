@@ -11,7 +11,7 @@ import torch
 
 from ... import _torch
 from ..._receipt import Receipt
-from ..session import Session, Tokens, packed_range
+from ..session import Grid, Session, Tokens, packed_range
 from . import parallel
 from .backend import Enabled, Processor, processor_for
 from .families import FAMILIES, Family, Text
@@ -35,6 +35,7 @@ class Expert(Enabled):
         self.lengths: dict[str, tuple[tuple[torch.Tensor, ...], list[int]]] = {}  # by branch: masks, and what was read from them
         self.tags: Any = None  # of tokens, and where they are not 0, packed
         self.text: tuple[int, Optional[list[int]], Any] = 0, None, None  # of the pass: tokens, valid ones of each sample, where they are
+        self.grid: Grid = None  # of the pass
 
     def branch_of(self, text: torch.Tensor, video: Any) -> str:
         """By the pipeline's name, else by the text itself."""
@@ -55,7 +56,8 @@ class Expert(Enabled):
     def begin_text(self, text: Text, batch: int):
         """Of the pass that begins; masks and tags are read once for each prompt, since that waits for the GPU."""
         branch = self.branch_now
-        if text.masks and (branch not in self.lengths or any(known is not mask for known, mask in zip(self.lengths[branch][0], text.masks))):
+        if text.masks and (branch not in self.lengths or any(
+                known is not mask for known, mask in zip(self.lengths[branch][0], text.masks))):
             self.lengths[branch] = text.masks, text.count(*text.masks)
         if text.tags is not None and (self.tags is None or self.tags[0] is not text.tags or len(self.tags[1]) != batch):
             self.tags = text.tags, _torch.pack_bits((text.tags.cpu() != 0).expand(batch, -1))
@@ -102,6 +104,8 @@ class Run(Enabled):
         given = {**dict(zip(self.parameters, args)), **kwargs}
         with as_known(transformer):
             expert.branch_now = expert.branch_of(given["encoder_hidden_states"], video)
+            if self.session.selector is not None:
+                expert.grid = self.family.grid(transformer.config, given)
             if self.family.text:
                 expert.begin_text(self.family.text(given), len(given["hidden_states"]))
         if not counts:

@@ -17,7 +17,7 @@ import torch
 from diffusers.models import attention_dispatch
 
 from ... import _torch
-from ..session import DenseCall, Place, Tokens, packed_range
+from ..session import DenseCall, Place, Tokens
 from . import parallel
 
 
@@ -89,13 +89,13 @@ class Processor(Enabled):
                 raise DenseCall("the call has a mask")
             raise ValueError(f"attention_mask: layer {self.layer} got one, and {type(self.own).__name__} has none when it is not causal")
 
-        out = video.attend(q, k, v, place, dense, tokens, scale=scale)
+        out = video.attend(q, k, v, place, dense, tokens, scale=scale, grid=expert.grid)
         if place.step == video.steps - 1:
             video.drop_state(place, q)  # the VAE, which comes next, needs the memory
         return out
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def processor_class(kind: type, routed: type) -> type:
     """Of processors around a `kind`: with its parameters, since diffusers passes those alone that it finds in the signature.
 
@@ -107,12 +107,12 @@ def processor_class(kind: type, routed: type) -> type:
     def __call__(self, *args, **kwargs):
         return call(self.routed, *args, **kwargs)
 
-    __call__.__signature__ = inspect.signature(kind.__call__)
+    __call__.__signature__ = inspect.signature(kind.__call__)  # type: ignore[attr-defined]
     return type(f"Scope{kind.__name__}", (Processor,), {"__call__": __call__})
 
 
 def processor_for(own: Any, run: Any, expert: Any, layer: int, depth: int) -> Processor:
-    kind = type(own)
+    kind: type = type(own)
     return processor_class(kind, run.family.replaced.get(kind.__name__, kind))(own, run, expert, layer, depth)
 
 

@@ -1,10 +1,12 @@
 """What we know of each transformer class of diffusers: its layers, RoPE, and the text among its video tokens."""
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple, Optional
+from collections.abc import Mapping
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
+from ..._selector import Grid
 from .. import rotations
 from . import processors
 
@@ -32,6 +34,7 @@ class Family(NamedTuple):
     without_codes: str = ""  # why it takes no method with codebooks
     masks_are_dense: bool = False  # a call with a mask is the pipeline's own attention; otherwise it is refused
     without: Optional[Callable[[Any], str]] = None  # of a transformer: why this one cannot be sparse
+    grid: Callable[[Any, dict[str, Any]], Grid] = lambda config, given: patches(config, given, (2, 3, 4))  # of a configuration and a pass
 
     def depths_of(self, model: Any) -> list[int]:
         return self.depths(model) if self.depths else list(range(len(self.layers(model))))
@@ -41,6 +44,21 @@ class Family(NamedTuple):
         layer = self.layers(model)[0]
         heads = getattr(layer, "heads", None) or layer.num_heads
         return heads, getattr(model.config, "attention_head_dim", None) or sum(model.config.axes_dims)
+
+
+def patches(config: Any, given: dict[str, Any], axes: tuple[int, int, int]) -> Grid:
+    """Frames, rows and columns of latents in tokens; axes: where the latents have them."""
+    patch = config.patch_size
+    if isinstance(patch, int):
+        patch = getattr(config, "patch_size_t", None) or 1, patch, patch
+    shape = given["hidden_states"].shape
+    return shape[axes[0]] // patch[0], shape[axes[1]] // patch[1], shape[axes[2]] // patch[2]
+
+
+def ltx_grid(config: Any, given: dict[str, Any]) -> Grid:
+    """LTX's pipelines cut the patches, and say how many there are."""
+    sizes = given.get("num_frames"), given.get("height"), given.get("width")
+    return None if None in sizes else (int(sizes[0]), int(sizes[1]), int(sizes[2]))
 
 
 def config_axes(name: str) -> Callable[[Any], tuple[int, ...]]:
@@ -121,14 +139,15 @@ FAMILIES = {
         replaced={"HunyuanVideo15AttnProcessor2_0": processors.HunyuanVideo15}),
     "CogVideoXTransformer3DModel": Family(
         "cogvideox", cog_rope, blocks("transformer_blocks"), text=lambda given: Text(given["encoder_hidden_states"].shape[1]),
-        text_first=True, replaced={name: processors.CogVideoX for name in ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")}),
+        text_first=True, grid=lambda config, given: patches(config, given, (1, 3, 4)),
+        replaced=dict.fromkeys(("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"), processors.CogVideoX)),
     "MiniMaxH3Transformer3DModel": Family(
         "minimax-h3", lambda model: rotations.minimax_h3(model.config.attention_head_dim, model.config.rope_freq_dim),
-        blocks("transformer_blocks", "attn"), text=minimax_text),
+        blocks("transformer_blocks", "attn"), text=minimax_text, grid=lambda config, given: None),
     "LTXVideoTransformer3DModel": Family("ltx", lambda model: None, blocks("transformer_blocks"), without_codes=rotations.MIXED_IN_LTX,
-                                         masks_are_dense=True),
+                                         masks_are_dense=True, grid=ltx_grid),
     "LTX2VideoTransformer3DModel": Family("ltx-2", lambda model: None, blocks("transformer_blocks"), without_codes=rotations.MIXED_IN_LTX,
-                                          masks_are_dense=True),
+                                          masks_are_dense=True, grid=ltx_grid),
     "Kandinsky5Transformer3DModel": Family("wan", config_axes("axes_dims"), blocks("visual_transformer_blocks", "self_attention"),
-                                           without=why_nabla),
+                                           without=why_nabla, grid=lambda config, given: patches(config, given, (1, 2, 3))),
 }

@@ -5,7 +5,6 @@ which is imported when the backend is chosen.
 """
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import sys
@@ -55,8 +54,8 @@ def not_as_expected(error: Exception) -> str:
     return f"sglang {version} is not as 0.5.23, for which this plug-in is made ({error}); install another sglang or a newer scope-attn"
 
 
-def add_member(names: type[enum.Enum]):
-    """Adds our name to the list. It counts as sparse: sglang then keeps cross-attention dense and hands over whole sequences."""
+def add_member(names: Any):
+    """Adds our name to the enumeration. It counts as sparse: sglang then keeps cross-attention dense and hands over whole sequences."""
     member = object.__new__(names)
     member._name_, member._value_, member._sort_order_ = NAME, max(name.value for name in names) + 1, len(names)
     member.__objclass__ = names

@@ -6,7 +6,8 @@ import os
 import pkgutil
 import re
 import weakref
-from typing import Any, Callable, Mapping, NamedTuple, Optional
+from collections.abc import Mapping
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from sglang.multimodal_gen.runtime.distributed import parallel_state
@@ -138,7 +139,7 @@ FAMILIES = (
 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def install_hooks():
     """Those of the families, when the backend is first chosen: before, they would import every model."""
     registry, kinds = hooks()
@@ -194,7 +195,7 @@ def session_for(family: Family, heads: int, dim: int, given: Mapping[str, Any]) 
     return sessions[key]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def warn_once(text: str):
     log.warning(text)
 
@@ -257,7 +258,8 @@ class ScopeImpl(AttentionImpl):
             self.session.refuse(ValueError(f"{self.prefix}: got sequences from {bounds} in one call, expected one video"))
             return dense()
         used = bounds[1]
-        out = self.attend(*(x[None, :used] for x in (query, key, value)), used, lambda: dense()[None, :used])[0]
+        q, k, v = (x[None, :used] for x in (query, key, value))
+        out = self.attend(q, k, v, used, lambda: dense()[None, :used])[0]
         if used == len(query):
             return out
         whole = torch.zeros_like(query)
@@ -279,7 +281,7 @@ class ScopeImpl(AttentionImpl):
         if self.session is None:
             return self.outside(dense)
         try:
-            video, place = self.find_video()
+            video, place = self.find_video(self.session)
         except ValueError as error:
             self.session.refuse(error)
             return dense()
@@ -294,7 +296,7 @@ class ScopeImpl(AttentionImpl):
             video.drop_state(place, q)  # the VAE, which comes next, needs the memory
         return out
 
-    def find_video(self) -> tuple[Video, Place]:
+    def find_video(self, session: Session) -> tuple[Video, Place]:
         """The video of the request that runs, which begins with its first call, and where the call stands in it."""
         if self.family.rows in missing:
             raise ValueError(missing[self.family.rows])
@@ -309,8 +311,8 @@ class ScopeImpl(AttentionImpl):
         step = min(step, steps - 1)
         kept = request.extra.setdefault(DENOISING_LOOP_STATE, {})
         video = kept.get(KEY)
-        if video is None or video.session is not self.session or step < video.step or steps != video.steps:
-            video = kept[KEY] = begin_video(self.session, steps)
+        if video is None or video.session is not session or step < video.step or steps != video.steps:
+            video = kept[KEY] = begin_video(session, steps)
         video.step = step
         if anonymous:  # and without a name: passes come in the same order in each step
             branch = f"pass {video.turn(self.layer)}"

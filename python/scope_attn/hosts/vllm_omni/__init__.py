@@ -8,7 +8,7 @@ import logging
 logger = logging.getLogger("vllm_omni.scope_attn")
 DIFFUSION = "vllm_omni.diffusion"
 # By module: the names that we take, and of dataclasses the fields that we read.
-NEEDED = {
+NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
     f"{DIFFUSION}.attention.backends.registry": {"DiffusionAttentionBackendEnum": ()},
     f"{DIFFUSION}.attention.backends.abstract": {
         "AttentionBackend": (), "AttentionImpl": (), "AttentionMetadata": ("attn_mask", "extra", "video_layout"),
