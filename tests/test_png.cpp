@@ -165,6 +165,13 @@ TEST(Png, ASmallFileCannotAskForMuchMemory) {
   const auto error = error_of([&] { decode_png(as_bytes(hand_made(1 << 13, 1 << 13, 8, 2, ""))); });
   ASSERT_TRUE(error);
   EXPECT_NE(std::string(error->what()).find("8192 x 8192 pixels cannot be in"), std::string::npos) << error->what();
+  // A chunk that says 2 GB: refused by its length, before memory for it is cleared.
+  const std::string header = big_endian(1) + big_endian(1) + std::string("\x08\x02\0\0\0", 5);
+  const auto chunks = error_of([&] {
+    decode_png(as_bytes(kSignature + chunk("IHDR", header) + big_endian(0x7a000006) + "sPLT" + std::string(8, '\0')));
+  });
+  ASSERT_TRUE(chunks);
+  EXPECT_NE(std::string(chunks->what()).find("a chunk is larger than the file"), std::string::npos) << chunks->what();
 }
 
 TEST(Png, RefusesImagesThatAreNone) {

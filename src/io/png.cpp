@@ -7,6 +7,7 @@
 #include <csetjmp>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <new>
 
 namespace scope::io {
@@ -19,7 +20,8 @@ constexpr int64_t kMaxFileBytes = int64_t{1} << 30;
 struct Session {
   std::span<const std::byte> input;  // what is left to read
   std::vector<std::byte>* output = nullptr;
-  bool out_of_memory = false;
+  size_t most_bytes = std::numeric_limits<size_t>::max();  // of one allocation
+  bool too_large = false, out_of_memory = false;
   char message[200] = "unknown";
   std::jmp_buf escape;
 };
@@ -30,8 +32,13 @@ struct Session {
   std::longjmp(session->escape, 1);
 }
 void* on_allocate(png_structp png, png_alloc_size_t bytes) {
+  auto* session = static_cast<Session*>(png_get_mem_ptr(png));
+  if (bytes > session->most_bytes) {
+    session->too_large = true;
+    return nullptr;
+  }
   void* made = std::malloc(bytes);
-  if (made == nullptr) static_cast<Session*>(png_get_mem_ptr(png))->out_of_memory = true;
+  if (made == nullptr) session->out_of_memory = true;
   return made;
 }
 void on_free(png_structp /*png*/, void* block) { std::free(block); }
@@ -62,6 +69,8 @@ struct Reader {
   png_infop info = nullptr;
   explicit Reader(std::span<const std::byte> bytes) {
     session.input = bytes;
+    // libpng allocates and clears what a chunk says is its length, before it reads. A row takes 8 MB at most.
+    session.most_bytes = std::max<size_t>(bytes.size(), 16'000'000);
     png = png_create_read_struct_2(PNG_LIBPNG_VER_STRING, &session, on_error, on_warning, &session, on_allocate, on_free);
     if (png != nullptr) info = png_create_info_struct(png);
   }
@@ -128,6 +137,7 @@ Image decode_png(std::span<const std::byte> bytes) {
   Reader reader(bytes);
   const auto broken = [&] {
     if (reader.session.out_of_memory) throw std::bad_alloc();
+    require(!reader.session.too_large, Status::format, "not a readable PNG: a chunk is larger than the file");
     fail(Status::format, "not a readable PNG: {}", printable(reader.session.message));
   };
   if (!reader.read_header()) broken();
@@ -141,7 +151,7 @@ Image decode_png(std::span<const std::byte> bytes) {
   std::vector<png_bytep> rows(static_cast<size_t>(image.height));
   for (int64_t y = 0; y < image.height; ++y) rows[y] = image.pixel(y, 0);
   // Without memory for a part that it can do without, libpng only warns.
-  if (!reader.read_pixels(rows.data()) || reader.session.out_of_memory) broken();
+  if (!reader.read_pixels(rows.data()) || reader.session.out_of_memory || reader.session.too_large) broken();
   return image;
 }
 
