@@ -19,11 +19,11 @@ RANKS = 2
 ANY_HEADS = "ulysses_anything" in {field.name for field in dataclasses.fields(ContextParallelConfig)}  # of newer diffusers
 WHOLE_VIDEO = dict(min_tokens=256)  # which a rank's share of the tokens is below
 CASES = {  # pipeline, options of enable()
-    "rho": (dict(), dict()),
+    "rho": (dict(), dict(rho=0.8)),
     "head": (dict(), dict(target_density=0.2, target_scope="head")),
     "sample": (dict(), dict(target_density=0.2)),
-    "experts": (dict(experts=2), dict()),
-    **({"three heads": (dict(heads=3), dict())} if ANY_HEADS else {}),
+    "experts": (dict(experts=2), dict(rho=0.8)),
+    **({"three heads": (dict(heads=3), dict(rho=0.8))} if ANY_HEADS else {}),
 }
 
 
