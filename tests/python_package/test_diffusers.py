@@ -1,6 +1,7 @@
 """enable, disable and receipt on tiny random pipelines of diffusers: equal to the untouched pipeline at density 1, and refusals."""
 import copy
 import gc
+import itertools
 import json
 import pickle
 import re
@@ -237,9 +238,9 @@ def test_branches_without_names():
     pipe = tiny.wan()
     scope_attn.enable(pipe, dense_steps=0, **SPARSE)
     latents, *texts = tiny.randn(1, 4, 4, 16, 16), tiny.randn(1, 6, 16), tiny.randn(1, 6, 16)
-    pipe.scheduler.set_timesteps(3, device=tiny.DEVICE)
+    pipe.scheduler.set_timesteps(5, device=tiny.DEVICE)
     with torch.no_grad():
-        for timestep in pipe.scheduler.timesteps:
+        for timestep in pipe.scheduler.timesteps[:3]:
             for text in texts:
                 noise = pipe.transformer(hidden_states=latents, timestep=timestep[None], encoder_hidden_states=text).sample
             latents = pipe.scheduler.step(noise, timestep, latents).prev_sample
@@ -431,14 +432,17 @@ def test_window():
             scope_attn.enable(pipe, window=window, **given)
 
 
-def test_out_of_memory(monkeypatch):
-    """Where a state finds no memory the error reaches the caller, nothing is kept of it, and a smaller video runs."""
+@pytest.mark.parametrize("enough", [0, 2])
+def test_out_of_memory(monkeypatch, enough):
+    """Where a state finds no memory the error reaches the caller, no state is kept, and a smaller video runs."""
     pipe = tiny.wan()
     scope_attn.enable(pipe, **SPARSE)
-    bind = scope_attn.State._bind
+    bind, made = scope_attn.State._bind, itertools.count()
 
     def fail(state, plan):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        if next(made) >= enough:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        bind(state, plan)
 
     monkeypatch.setattr(scope_attn.State, "_bind", fail)
     with pytest.raises(torch.OutOfMemoryError):
@@ -479,6 +483,7 @@ def test_unknown_versions(monkeypatch):
                 scope_attn.enable(None)
     pipe, own = tiny.wan(), tiny.wan()
     scope_attn.enable(pipe, **SPARSE)
+    pipe.scheduler.set_timesteps(3)
     with pytest.raises(RuntimeError, match="WanTransformer3DModel: it is not as .* have it: 'encoder_hidden_states'; install"):
         pipe.transformer(tiny.randn(1, 4, 4, 16, 16), tiny.randn(1), text=tiny.randn(1, 6, 16))
     del own.transformer.blocks
@@ -865,6 +870,31 @@ def test_shared_transformer():
     assert (tiny.make_wan(second) != out).any()
 
 
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("make", [tiny.wan_scheduler, lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)])
+def test_shared_transformer_with_another_scheduler(make, ran):
+    """Its passes are not those of the enabled pipeline, whose scheduler stands still: refused, or dense with a warning."""
+    for strict in (True, False):
+        pipe = tiny.wan()
+        pipe.scheduler = make()
+        second = diffusers.WanPipeline(**{**pipe.components, "scheduler": tiny.wan_scheduler()})
+        second.set_progress_bar_config(disable=True)
+        dense = tiny.make_wan(second)
+        scope_attn.enable(pipe, strict=strict, **SPARSE)
+        out = tiny.make_wan(pipe) if ran else None
+        if strict:
+            with pytest.raises(RuntimeError, match="share the scheduler"):
+                tiny.make_wan(second)
+        else:
+            with pytest.warns(UserWarning, match="share the scheduler"):
+                assert (tiny.make_wan(second) == dense).all()
+        assert not ran or (tiny.make_wan(pipe) == out).all()
+        scope_attn.disable(second)
+        scope_attn.enable(second, **SPARSE)
+        tiny.make_wan(second)
+        assert {call.step for call in scope_attn.receipt(second).calls} == set(range(tiny.STEPS))
+
+
 def test_another_scheduler():
     pipe = tiny.wan()
     scope_attn.enable(pipe, **SPARSE)
@@ -969,6 +999,7 @@ def parallel(ring_degree=1, ulysses_degree=1):
 
 def test_refused_calls():
     pipe = tiny.wan()
+    pipe.scheduler.set_timesteps(3)
     scope_attn.enable(pipe, dense_steps=0, **SPARSE)
     inputs = dict(hidden_states=tiny.randn(1, 4, 4, 16, 16), timestep=tiny.randn(1), encoder_hidden_states=tiny.randn(1, 6, 16))
     with pytest.raises(RuntimeError, match="q, k, v: they require gradients"):

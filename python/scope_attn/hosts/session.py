@@ -253,8 +253,12 @@ class Video(Handle):
             self.states = {place.expert: {}}  # experts run one after the other, and their states would not fit beside each other
         states, key = self.states[place.expert], self.key(place, q)
         if key not in states:
-            with self.session.permanent():
-                states[key] = State(plan if plan.state_bytes else None)
+            try:
+                with self.session.permanent():
+                    states[key] = State(plan if plan.state_bytes else None)
+            except Exception:
+                self.states.clear()  # memory ran out: those that are there would keep it from what comes next
+                raise
         return states[key]
 
     def key(self, place: Place, q: Any) -> tuple:

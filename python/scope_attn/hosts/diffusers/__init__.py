@@ -84,6 +84,7 @@ class Run(Enabled):
         self.experts: list[Expert] = []
         self.hooks: list[Any] = []
         self.timesteps: Any = None  # of the video that runs; another object is another video
+        self.foreign = ""  # why the pass that runs cannot be this pipeline's
         session.begin(0)
 
     @torch.compiler.disable
@@ -91,6 +92,10 @@ class Run(Enabled):
         """Before each pass through a transformer."""
         pipe = self.pipe()
         self.scheduler = self.scheduler if pipe is None else pipe.scheduler
+        self.foreign = why_foreign(self.scheduler)
+        if self.foreign:
+            expert.branch_now = ""
+            return
         first = getattr(self.scheduler, "begin_index", None) or 0  # above 0: video to video
         steps = len(self.scheduler.timesteps) - first
         counts = hasattr(self.scheduler, "step_index")
@@ -124,6 +129,20 @@ class Run(Enabled):
         config = getattr(self.family.layers(transformer)[0].processor, "_parallel_config", None)
         about = parallel.ranks(config)
         return self.session.begin(steps, **about, rho_of_each_rank=bool(about) and self.session.density_over_heads)
+
+
+def why_foreign(scheduler: Any) -> str:
+    """Why the pass that begins cannot be that of the enabled pipeline, by its scheduler; "": it may be.
+
+    Another pipeline around the same transformer steps a scheduler of its own, and ours stands still: at its end, or as it was made.
+    """
+    index, count = getattr(scheduler, "step_index", None), len(scheduler.timesteps)
+    as_made = getattr(scheduler, "num_inference_steps", None) is None and count == getattr(scheduler.config, "num_train_timesteps", 0)
+    if not as_made and (index is None or index < count):
+        return ""
+    return (f"the enabled pipeline's scheduler {'has no steps set' if as_made else 'is at its end'}, so this pass is another pipeline's; "
+            "pipelines that share a transformer have to share the scheduler too, as from_pipe has it; or else call "
+            "scope_attn.disable(pipe) and scope_attn.enable(pipe) when you change from one to the other")
 
 
 @contextlib.contextmanager

@@ -79,6 +79,8 @@ class Processor(Enabled):
                                                             parallel_config=config)
 
         def tokens() -> Tokens:
+            if self.run.foreign:
+                raise RuntimeError(self.run.foreign)
             if config is not None:
                 raise RuntimeError(parallel.why_not(family.splits, config))
             if family.text:
