@@ -138,10 +138,11 @@ SETTINGS = (("`enable(pipe)`", 0.2, None, ("scope-mean", "call", 0.2)),
             ("for comparison: SCOPE as published", 0.2, "scope:target_density=0.2", ("scope-paper", "run", 0.2)))
 
 
-def psnr(load, model, variant, match, target):
-    """The mean over videos, and how many they are."""
-    found = row(load(f"{match}_{model}.json"), variant, target)["psnr"]
-    return f"{statistics.mean(found):.1f} dB", len(found)
+def nearness(load, model):
+    """Of each setting: the mean PSNR over the videos that all of them made, seeds from 0 on; and how many those are."""
+    found = [row(load(f"{match}_{model}.json"), variant, target)["psnr"] for *_, (variant, match, target) in SETTINGS]
+    videos = min(map(len, found))
+    return [f"{statistics.mean(psnr[:videos]):.1f} dB" for psnr in found], videos
 
 
 def gains(load, folder):
@@ -149,11 +150,11 @@ def gains(load, folder):
     models = [load(f"h200_diffusers_{name}.json") for name in MODELS]
     lines = ["| setting | keys kept | times as fast: Wan2.1 14B | HunyuanVideo 13B | nearness: 75,600 tokens | 8,320 tokens |",
              "|---" * 6 + "|"]
-    for name, density, timed, judged in SETTINGS:
+    (long, long_videos), (short, short_videos) = (nearness(load, model) for model in ("clips_wan", "tiny_wan"))
+    for (name, density, timed, _), far, near in zip(SETTINGS, long, short):
         bold = "**" if timed == "fast" else ""
         times = [f"{bold}{faster(data, timed)}{bold}" if timed else "–" for data in models]
-        (long, videos), (short, short_videos) = (psnr(load, model, *judged) for model in ("clips_wan", "tiny_wan"))
-        lines.append(f"| {name} | {density:.2f} | {' | '.join(times)} | {long} ({videos} videos) | {short} |")
+        lines.append(f"| {name} | {density:.2f} | {' | '.join(times)} | {far} | {near} |")
     first = models[0]
     spread = ", of unknown spread" if first["repeat"] == 1 else ""
     layers = " and ".join(str(data["layers"]) for data in models)
@@ -163,10 +164,12 @@ def gains(load, folder):
         f"{layers} layers ran with random weights; runs are added up from passes ({repeats(first)}{spread}). Text encoding "
         f"and the VAE are left out ([whole models]({folder}notebook/real_scale.md)). –: not measured.",
         "- **Nearness**: PSNR against the dense video of the same seed; higher is nearer. Two small models of Wan's design were judged, "
-        f"the second by {short_videos} videos ([fidelity]({folder}notebook/fidelity.md)). **No video of a full-size model was judged.** On "
-        "short videos the published method is nearer than `fast`.",
+        f"by the same {long_videos} and {short_videos} videos in every row ([fidelity]({folder}notebook/fidelity.md)). The first model "
+        "is not in this repository. **No video of a full-size model was judged.** On short videos the published method is nearer "
+        "than `fast`.",
         "- **The last row**: its speed is that of `scope`, its nearness that of `scope-paper` "
-        f"([methods]({folder}reference/methods.md)).", ""])
+        f"([methods]({folder}reference/methods.md)), which met 0.20 by one threshold for a run, as the paper has it. The other rows "
+        "meet their share in each call, as `enable` does.", ""])
 
 
 def diffusers(load):
