@@ -46,6 +46,20 @@ def listed(names):
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def misses(rows):
+    """Of rows at a run's threshold that are more than 3 % off their density: why, as far as the search knows."""
+    off = [(r, statistics.mean(r["density"]) / r["target"] - 1) for r in rows if "threshold" in r]
+    off = [(r, miss) for r, miss in off if abs(miss) > 0.03]
+    steps = [(r, miss) for r, miss in off if abs(r["threshold"]["density"] / r["target"] - 1) > 0.01]
+    videos = [(r, miss) for r, miss in off if (r, miss) not in steps]
+    for r, miss in steps:
+        yield (f"`{r['variant']}` at {r['target']:g} comes no nearer: it keeps {r['threshold']['below']:.4f} or "
+               f"{r['threshold']['above']:.4f} of the keys, and nothing in between.")
+    if videos:
+        yield ("More than 3 % off, since these videos keep less or more at a threshold than those that it was found on: " +
+               listed([f"`{r['variant']}` at {r['target']:g} ({100 * miss:+.1f} %)" for r, miss in videos]) + ".")
+
+
 def match_of(data):
     return data.get("match", "call")
 
@@ -172,6 +186,7 @@ def small_print(data):
                       " in " + listed([f"`{v}`" for v in names]) for (share, n), names in sorted(first.items())) + "."] if first else []
     text += list(reuse)
     text.append(MATCHES[match_of(data)])
+    text += list(misses(rows))
     if match_of(data) == "call":
         text.append(scopes(rows)[:-1] + (", unless a row says otherwise." if any("target_scope" in r["variant"] for r in rows) else "."))
     idle = [r for r in rows if any(re.search(r"least shares of the profile lowered .* in (\d+) of \1 heads", note) for note in r["notes"])]
