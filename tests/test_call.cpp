@@ -739,11 +739,14 @@ TEST(Call, ScheduleRunsDenseAndCanWarmUp) {
 TEST(Call, ADenseStepMayOnlyCluster) {
   const Context context = tested_context();
   const Inputs in(1, 2, 100, 100, 40, 61);
-  for (const char* name : {"scope", "scope-mean", "svg2-ear"}) {
-    SCOPED_TRACE(name);
+  for (const auto& [name, tail] :
+       {std::pair("scope", "none"), std::pair("scope", "first_order"), std::pair("scope-mean", "mean"),
+        std::pair("scope-mean", "means"), std::pair("svg2-ear", "centroids")}) {
+    SCOPED_TRACE(std::string(name) + " " + tail);
     const Settings settings = method(name, {{"partition", name == std::string("scope") ? "even:2" : "even:1"},
                                             {"groups", "8"},
                                             {"codes", "12"},
+                                            {"tail", tail},
                                             {"warm_prefix", "yes"}});
     if (!tested_has(settings)) continue;
     const Plan plan(context, settings, in.shape());
