@@ -357,7 +357,7 @@ Settings of_sample(Settings settings) {
 std::vector<Settings> solving_methods() {
   std::vector<Settings> all = baselines("0.3");
   for (const char* rule : {"online", "hybrid", "top_p"}) {
-    for (const char* tail : {"none", "first_order", "mean"}) {
+    for (const char* tail : {"none", "first_order", "mean", "means"}) {
       all.push_back(method("scope", {{"partition", "even:3"}, {"rule", rule}, {"tail", tail}, {"target_density", "0.3"}}));
     }
   }
