@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Tests against the newest release of each host, which our pins may lag behind: newest_hosts.sh PYTORCH_VENV LOG [HOST ...]. It writes a log,
-# a line for each host, and fails if a test does. --list: the hosts and their tests, without a download. The packages go into $FOLDER,
-# build/newest_hosts unless it is set. It needs build/release, or SCOPE_LIBRARY.
+# a line for each host, and fails if a test does. The packages go into $FOLDER, build/newest_hosts unless it is set. It needs
+# build/release, or SCOPE_LIBRARY.
+# --list: the hosts and their tests, without a download. --check LOG, for a release: every host passed, at a commit of this history
+# after which neither the adapters nor their tests changed.
 set -euo pipefail
 declare -A tests=(
   [diffusers]=tests/python_package/test_diffusers.py
@@ -19,7 +21,19 @@ if [[ ${1:-} == --list ]]; then
   done
   exit
 fi
-[[ $# -ge 2 ]] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
+if [[ ${1:-} == --check && $# -eq 2 ]]; then
+  log=$(realpath "$2")
+  cd "$(dirname "$0")/.."
+  for host in "${hosts[@]}"; do
+    grep -qE "^${host//_/-} [0-9.]+: [0-9]+ passed(, [0-9]+ skipped)?$" "$log" || { echo "$2: ${host//_/-} did not pass" >&2; exit 1; }
+  done
+  commit=$(sed -n 's/.* at commit \([0-9a-f]*\),.*/\1/p' "$log")
+  git merge-base --is-ancestor "$commit" HEAD 2>/dev/null || { echo "$2: commit ${commit:-(none)} is not in this history" >&2; exit 1; }
+  changed=$(git diff --name-only "$commit" HEAD -- python/scope_attn/hosts "${tests[@]}")
+  [[ -z $changed ]] || { echo "$2: changed since $commit: ${changed//$'\n'/ }" >&2; exit 1; }
+  exit
+fi
+[[ $# -ge 2 ]] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
 venv=$(realpath -s "$1")
 log=$(realpath -m "$2")
 shift 2
