@@ -52,7 +52,7 @@ def misses(rows):
     off = [(r, miss) for r, miss in off if abs(miss) > 0.03]
     steps = [(r, miss) for r, miss in off if abs(r["threshold"]["density"] / r["target"] - 1) > 0.01]
     videos = [(r, miss) for r, miss in off if (r, miss) not in steps]
-    for r, miss in steps:
+    for r, _ in steps:
         yield (f"`{r['variant']}` at {r['target']:g} comes no nearer: it keeps {r['threshold']['below']:.4f} or "
                f"{r['threshold']['above']:.4f} of the keys, and nothing in between.")
     if videos:
