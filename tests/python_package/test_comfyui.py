@@ -634,7 +634,8 @@ class MiniMaxH3Model:
         self.rope = types.SimpleNamespace(inv_freq=torch.zeros(inv_freq))
 
 
-H3_SEGMENTS = [(0, 20, "text"), (20, 30, "cond"), (30, 40, "audio"), (40, TOKENS, "video")]
+H3_SEGMENTS = [(0, 12, "text"), (12, 18, "cond"), (18, 22, "cond_audio"), (22, 28, "ref_img"), (28, 32, "ref_audio"), (32, 40, "audio"),
+               (40, TOKENS, "video")]
 
 
 def minimax_h3(options, generator, value=None, segments=H3_SEGMENTS):
@@ -650,7 +651,7 @@ def minimax_h3(options, generator, value=None, segments=H3_SEGMENTS):
 
 
 def test_minimax_h3(node, monkeypatch):
-    """Text, audio and images are always seen, and see everything. x is a list of the video and its audio."""
+    """Text, audio, conditions and references are always seen, and see everything. x is a list of the video and its audio."""
     sampler, plain = Sampler(branches=1, grid=((1, 24, 5, 14, 16), (1, 32, 10))), Patcher(MiniMaxH3Model())
     assert comfyui.recognise(plain.model).rope == ((*range(5), *range(15, 20)), (*range(5, 10), *range(20, 25)),
                                                    (*range(10, 15), *range(25, 30)), (30, 31))
@@ -660,7 +661,7 @@ def test_minimax_h3(node, monkeypatch):
     outputs, found = counts(monkeypatch, patched(node, plain, target_density=0.2), sampler, minimax_h3)
     assert found == {"outside the blocks": 10, LAYER: 10, STEP: 4, "sparse": 16, "states": 2}
     assert largest([outputs[-1][:, :40]], [dense[-1][:, :40]]) < 1e-5 < 0.01 < largest([outputs[-1][:, 40:]], [dense[-1][:, 40:]])
-    for start, stop, kind in H3_SEGMENTS[:3]:
+    for start, stop, kind in H3_SEGMENTS[:-1]:
         value = torch.zeros(1, HEADS, TOKENS, DIM)
         value[:, :, start:stop] = 1
         few = patched(node, plain, target_density=0.01, min_tokens=1)
