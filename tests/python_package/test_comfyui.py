@@ -9,6 +9,7 @@ import asyncio
 import collections
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
 import json
@@ -919,6 +920,32 @@ def test_beside_diffusers(node):
 
     assert largest(Sampler().sample(model, between), expected) == 0
     assert len(others) == 20 and all((other == theirs).all() for other in others)
+
+
+def test_two_nodes_of_one_model(node):
+    """Two branches of a workflow share a checkpoint, and one samples between the other's steps: each gives what it gives alone."""
+    plain, sampler = Patcher(WanModel()), Sampler(branches=1)
+    first, second = (patched(node, plain, target_density=density) for density in (0.2, 0.4))
+    alone, others = sampler.sample(first, wan), sampler.sample(second, wan)
+    assert largest(alone, others) > 0.01
+    found = []
+
+    def between(options, generator):
+        found.append(sampler.sample(second, wan))
+        return wan(options, generator)
+
+    assert largest(sampler.sample(first, between), alone) == 0
+    assert found and all(largest(each, others) == 0 for each in found)
+
+
+def test_a_longer_video(node):
+    """After a shorter one, by the same node."""
+    batch, channels, frames, *sides = WAN_GRID
+    longer = Sampler(branches=1, grid=(batch, channels, 2 * frames, *sides))
+    forward = functools.partial(wan, tokens=2 * TOKENS)
+    model = patched(node)
+    Sampler(branches=1).sample(model, wan)
+    assert largest(longer.sample(model, forward), longer.sample(patched(node), forward)) == 0
 
 
 def test_out_of_memory(node, monkeypatch, caplog):
