@@ -1,6 +1,7 @@
 // The name that a mistyped one was meant to be, for errors.
 #pragma once
 
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,6 +16,7 @@ std::string did_you_mean(std::string_view typed, const std::vector<std::string_v
 template <class Rows>
 std::string did_you_mean_row(std::string_view typed, const Rows& rows) {
   std::vector<std::string_view> names;
+  names.reserve(std::size(rows));
   for (const auto& row : rows) names.emplace_back(row.name);
   return did_you_mean(typed, names);
 }
