@@ -6,11 +6,11 @@ packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev 
 case $purpose in
   demo) ;;
   wheel) packages="g++ make cmake ninja-build libfmt-dev nlohmann-json3-dev libhwy-dev python3 python3-venv" ;;
-  test) packages+=" libgtest-dev python3 python3-numpy pkg-config" ;;
+  test) packages+=" libgtest-dev python3 python3-numpy python3-pytest pkg-config" ;;
   docs) packages="python3 mkdocs mkdocs-material" ;;
   lint) packages="git python3 python3-venv" ;;
-  pytorch) packages+=" libgtest-dev python3 python3-numpy python3-venv" ;;
-  check) packages+=" libgtest-dev python3 python3-numpy python3-venv pkg-config clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev ccache chromium ffmpeg locales shellcheck mkdocs mkdocs-material"
+  pytorch) packages+=" libgtest-dev python3 python3-numpy python3-pytest python3-venv" ;;
+  check) packages+=" libgtest-dev python3 python3-numpy python3-pytest python3-venv pkg-config clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev ccache chromium ffmpeg locales shellcheck mkdocs mkdocs-material"
     # npm comes with nodejs where that is not Debian's, and Debian's npm would not install beside it.
     { command -v node && command -v npm; } >/dev/null || packages+=" nodejs npm" ;;
   *) echo "usage: tools/bootstrap.sh [demo|wheel|test|docs|lint|pytorch|check]" >&2; exit 2 ;;

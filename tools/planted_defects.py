@@ -76,9 +76,9 @@ PYTHON_TESTS = {
     "python/scope_attn/hosts/sglang": "hosts/sglang",
     "python/scope_attn/hosts/vllm_omni": "hosts/vllm_omni",
     "python/scope_attn/(hosts|_receipt|_pipelines)": "steps diffusers",
-    "python/scope_attn": "package steps",
+    "python/scope_attn": "numpy steps",
 }
-PYTHON_REST = "package numpy hosts/sglang hosts/vllm_omni comfyui steps reproduce_table reproduce_seeds reproduce diffusers torch ranks"
+PYTHON_REST = "numpy hosts/sglang hosts/vllm_omni comfyui steps reproduce_table reproduce_seeds reproduce diffusers torch ranks"
 # Of ctest, in this order: what takes minutes comes last, and what no defect here can touch not at all.
 SLOW = "python_(ablate|generate|inputs|campaign|outputs|checkpoint|known|steps|hunyuan)|install"
 NEVER = "missing_header|python_planted"
@@ -93,7 +93,7 @@ class Defect:
     new: str
     why: str = ""
     first: str = ""  # ctest's regular expression, or pytest files of tests/python_package by what follows test_, with cases as in
-    # diffusers:vace,scale; package: python_package of ctest; hosts/sglang: tests/hosts/test_sglang_real.py
+    # diffusers:vace,scale; hosts/sglang: tests/hosts/test_sglang_real.py
     line: int = 0  # of a drawn one
     program: str = ""  # of a kernel's: the test that is to catch it; `first` is then where a header's defect is compiled
 
@@ -310,8 +310,6 @@ class Tree:
                 path = str(self.path / "python")
                 words = [self.python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/python_package/test_{name}.py"]
                 words += ["-k", cases.replace(",", " or ")] if cases else []
-                if name == "package":
-                    words = ["/usr/bin/python3", "tests/python/check_package.py"]
                 if name.startswith("hosts/"):
                     host = HOSTS / name.removeprefix("hosts/")
                     if not host.is_dir():

@@ -1,4 +1,5 @@
 """Reads and writes 8-bit RGB .png with numpy and zlib alone, independently of libpng."""
+import os
 import struct
 import zlib
 
@@ -38,3 +39,16 @@ def write(path, image):
     with open(path, "wb") as file:
         file.write(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) +
                    chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b""))
+
+
+def clip(folder, frames, first=0):
+    """A folder of frames, numbered from the first on."""
+    os.makedirs(folder)
+    for number, frame in enumerate(frames, first):
+        write(os.path.join(folder, f"frame_{number:03}.png"), frame)
+    return folder
+
+
+def slopes(height=16, width=24, shade=0):
+    """An image that differs everywhere; of this size, a first frame for the bundled model at a grid of 5x4x6."""
+    return ((7 * np.arange(3 * width) + 3 * np.arange(height)[:, None] + shade) % 256).reshape(height, width, 3)

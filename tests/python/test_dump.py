@@ -1,18 +1,11 @@
-"""Re-derives codebooks, counts, exact key sets and the output from `scope attend --dump`, in numpy float64.
-
-    check_dump.py SCOPE-COMMAND
-"""
+"""Re-derives codebooks, counts, exact key sets and the output from `scope attend --dump`, in numpy float64."""
 import json
 import math
-import subprocess
-import sys
-import tempfile
 
 import numpy as np
+import pytest
 
 import tensors
-
-SCOPE = sys.argv[1]
 
 
 def bits(mask, count):
@@ -20,7 +13,7 @@ def bits(mask, count):
     return np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), axis=-1, bitorder="little")[..., :count].astype(bool)
 
 
-def check_means(points, labels, centroids, what):
+def expect_means(points, labels, centroids, what):
     for c in range(len(centroids)):
         members = points[labels == c]
         if len(members):  # an empty cluster keeps an older centroid, which the dump cannot vouch for
@@ -32,14 +25,14 @@ def top_p(scores, rho):
     return len(scores) if rho >= 1 else int(np.searchsorted(np.cumsum(p) / p.sum(), rho) + 1)
 
 
-def check_head(head, q, k, v, settings, subspaces):
+def expect_head(head, q, k, v, settings, subspaces):
     tokens, dim = q.shape
     groups = len(head["sizes"])
     assert np.array_equal(np.bincount(head["labels"], minlength=groups), head["sizes"])
-    check_means(q, head["labels"], head["q_centroids"], "query centroid")
+    expect_means(q, head["labels"], head["q_centroids"], "query centroid")
     scores = np.zeros((groups, tokens))
     for m, channels in enumerate(subspaces):
-        check_means(k[:, channels], head[f"codes.{m}"], head[f"codebook.{m}"], f"codebook {m} entry")
+        expect_means(k[:, channels], head[f"codes.{m}"], head[f"codebook.{m}"], f"codebook {m} entry")
         table = head["q_centroids"][:, channels].astype(np.float64) @ head[f"codebook.{m}"].astype(np.float64).T
         scores += table[:, head[f"codes.{m}"]]
     scores /= math.sqrt(dim)
@@ -78,14 +71,39 @@ def check_head(head, q, k, v, settings, subspaces):
     return (n * head["counts"]).sum() / tokens**2
 
 
-def run(folder, name, sets, extra=()):
-    out, stats = f"{folder}/out.safetensors", f"{folder}/stats.json"
-    command = [SCOPE, "attend", f"{folder}/qkv.safetensors", "-o", out, "--dump", "--stats", stats, *extra]
-    for item in sets:
-        command += ["--set", item]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+def sets(*settings):
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+HALVES = [[*range(20), *range(60, 80)], [*range(20, 60)], [*range(80, 128)]]
+
+
+@pytest.fixture(scope="module")
+def qkv(scope, tmp_path_factory):
+    path = tmp_path_factory.mktemp("t") / "qkv.safetensors"
+    scope.accept("make-qkv", "--grid", "5x12x14", "--heads", "3", "--seed", "3", "-o", path)
+    return path
+
+
+@pytest.mark.parametrize("flags", (
+    pytest.param(sets("rho=0.9", "alpha=0.1"), id="online"),
+    pytest.param(sets("rho=0.5", "alpha=0.02", "groups=7", "codes=21"), id="online, few"),
+    pytest.param(sets("rule=top_p", "rho=0.8"), id="top_p"),
+    pytest.param(sets("rule=hybrid", "rho=0.7", "alpha=0.05"), id="hybrid"),
+    pytest.param(sets("rule=fixed", "density=0.13"), id="fixed"),
+    pytest.param(sets("rule=target", "density=0.2"), id="target"),
+    pytest.param(sets("rule=target", "density=0.05"), id="target, low"),
+    pytest.param(sets("rule=target", "density=0.2", "target_scope=head"), id="target in each head"),
+    pytest.param(sets("rule=target", "density=0.05", "target_scope=head"), id="target in each head, low"),
+    pytest.param(sets("partition=even:8"), id="even:8"),
+    pytest.param(sets("partition=random:3", "seed=9"), id="random:3"),
+    pytest.param(["--subspaces", json.dumps(HALVES)], id="split halves"),
+    pytest.param(["--method", "scope-paper"], id="scope-paper")))
+def test_a_dump_is_what_its_rule_says(scope, qkv, tmp_path, flags):
+    out, stats = tmp_path / "out.safetensors", tmp_path / "stats.json"
+    scope.accept("attend", qkv, "-o", out, "--dump", "--stats", stats, *flags)
     dump, metadata = tensors.load(out)
-    inputs, _ = tensors.load(f"{folder}/qkv.safetensors")
+    inputs, _ = tensors.load(qkv)
     report = json.load(open(stats))
     assert report["ran"] == "sparse"
     subspaces = json.loads(metadata["subspaces"])
@@ -97,28 +115,8 @@ def run(folder, name, sets, extra=()):
         head["out"] = dump["out"][h]
         stat = report["heads"][h]
         settings = dict(report["settings"], rho_used=stat["rho"], alpha_used=stat["alpha"], k_head=stat["k_head"])
-        densities.append(check_head(head, inputs["q"][h], inputs["k"][h], inputs["v"][h], settings, subspaces))
+        densities.append(expect_head(head, inputs["q"][h], inputs["k"][h], inputs["v"][h], settings, subspaces))
     if settings["rule"] == "target":
         met = densities if settings["target_scope"] == "head" else [np.mean(densities)]
         assert all(abs(x - float(settings["density"])) < 0.005 for x in met), densities
         assert settings["target_scope"] == "head" or len({head["rho"] for head in report["heads"]}) == 1, "one rho for all heads"
-    print(f"{name}: codebooks, counts, key sets and output re-derived for {inputs['q'].shape[0]} heads")
-
-
-with tempfile.TemporaryDirectory() as folder:
-    subprocess.run([SCOPE, "make-qkv", "--grid", "5x12x14", "--heads", "3", "--seed", "3", "-o", f"{folder}/qkv.safetensors"],
-                   check=True, stdout=subprocess.DEVNULL)
-    run(folder, "online", ["rho=0.9", "alpha=0.1"])
-    run(folder, "online, few", ["rho=0.5", "alpha=0.02", "groups=7", "codes=21"])
-    run(folder, "top_p", ["rule=top_p", "rho=0.8"])
-    run(folder, "hybrid", ["rule=hybrid", "rho=0.7", "alpha=0.05"])
-    run(folder, "fixed", ["rule=fixed", "density=0.13"])
-    run(folder, "target", ["rule=target", "density=0.2"])
-    run(folder, "target, low", ["rule=target", "density=0.05"])
-    run(folder, "target in each head", ["rule=target", "density=0.2", "target_scope=head"])
-    run(folder, "target in each head, low", ["rule=target", "density=0.05", "target_scope=head"])
-    run(folder, "even:8", ["partition=even:8"])
-    run(folder, "random:3", ["partition=random:3", "seed=9"])
-    run(folder, "split halves", [], ["--subspaces", json.dumps([list(range(20)) + list(range(60, 80)), list(range(20, 60)),
-                                                               list(range(80, 128))])])
-    run(folder, "scope-paper", [], ["--method", "scope-paper"])

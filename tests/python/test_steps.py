@@ -1,20 +1,10 @@
-"""`scope steps` from outside: figures of tiny models without weights, their bits, their sums, and bad input.
-
-    check_steps.py SCOPE-COMMAND
-"""
+"""`scope steps` from outside: figures of tiny models without weights, their bits, their sums, and bad input."""
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 
-SCOPE = sys.argv[1]
-checks = 0
-# The command leaves ignored what its parent ignores, as nohup and a shell's & do.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import pytest
 
 WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 3, "ffn_dim": 64,
        "text_dim": 32, "in_channels": 36, "out_channels": 16, "image_dim": 20, "added_kv_proj_dim": 48, "freq_dim": 32,
@@ -28,49 +18,43 @@ CASE = {"variant", "settings", "density", "measured_density", "dense_pass_s", "f
         "times_faster", "peak_bytes", "output"}
 PARTS = {"dense_attention", "attend", "selection", "linear", "rest"}
 VARIANTS = "scope:target_density=0.3,fast"
+SMALL = ("--grid", "4x8x8", "--steps", 10, "--variants", VARIANTS)
 
 
-def scope(*arguments):
-    global checks
-    checks += 1
-    return subprocess.run([SCOPE, "steps", *map(str, arguments)], capture_output=True, text=True)
+@pytest.fixture
+def model(tmp_path):
+    """model(name, config): a folder with this config.json."""
+    def make(name, config):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        return tmp_path / name
+
+    return make
 
 
-def steps(*arguments):
+@pytest.fixture
+def wan(model):
+    return model("wan", WAN)
+
+
+@pytest.fixture
+def steps(scope, tmp_path):
     """What the command writes."""
-    path = f"{FOLDER}/out.json"
-    result = scope(*arguments, "--json", path)
-    assert result.returncode == 0, f"{arguments}: {result.stdout}{result.stderr}"
-    with open(path) as file:
-        out = json.load(file)
-    os.remove(path)
-    for case in out["cases"]:
-        assert case["variant"] in result.stdout, result.stdout
-    return out
+    def run(*arguments):
+        said = scope.accept("steps", *arguments, "--json", tmp_path / "out.json")
+        out = json.load(open(tmp_path / "out.json"))
+        for case in out["cases"]:
+            assert case["variant"] in said, said
+        return out
 
-
-def refuse(code, words, *arguments):
-    """The command must exit with `code` and say each of `words`, and write nothing."""
-    result = scope(*arguments, "--json", f"{FOLDER}/refused.json")
-    text = result.stdout + result.stderr
-    assert result.returncode == code, f"{arguments}: exit {result.returncode}, expected {code}: {text}"
-    for word in words:
-        assert word in text, f"{arguments}: nothing about {word!r} in: {text}"
-    assert not os.path.exists(f"{FOLDER}/refused.json"), arguments
-
-
-def model(name, config):
-    os.mkdir(f"{FOLDER}/{name}")
-    with open(f"{FOLDER}/{name}/config.json", "w") as file:
-        json.dump(config, file)
-    return f"{FOLDER}/{name}"
+    return run
 
 
 def near(a, b):
     return math.isclose(a, b, rel_tol=1e-9)
 
 
-def check(out, schedule):
+def expect_sums(out, schedule):
     """Every key, and sums. schedule: of each sparse variant, what its run adds up to."""
     assert set(out) == KEYS, set(out) ^ KEYS
     assert {"tflops", "cublaslt_tflops", "share"} <= set(out["linear"]) and out["linear"]["tflops"] > 0
@@ -98,76 +82,88 @@ def check(out, schedule):
     assert others[1]["density"] == 0.18 and others[1]["dense_pass_s"] is None and others[1]["parts"]["dense_attention"] == 0
 
 
-with tempfile.TemporaryDirectory() as FOLDER:
-    wan, hunyuan = model("wan", WAN), model("hunyuan", HUNYUAN)
-    small = ("--grid", "4x8x8", "--steps", 10, "--variants", VARIANTS)
+def wan_run(case, dense):
+    """20 % dense steps but in `fast`; with guidance each branch has a first pass."""
+    prefix = 2 if case["variant"].startswith("scope") else 0
+    seconds = 2 * prefix * dense + 2 * case["first_pass_s"] + (2 * (10 - prefix) - 2) * case["warm_pass_s"]
+    return seconds, seconds
 
-    def wan_run(case, dense):
-        """20 % dense steps but in `fast`; with guidance each branch has a first pass."""
-        prefix = 2 if case["variant"].startswith("scope") else 0
-        seconds = 2 * prefix * dense + 2 * case["first_pass_s"] + (2 * (10 - prefix) - 2) * case["warm_pass_s"]
-        return seconds, seconds
 
-    first = steps("--model", wan, *small, "--commit", "abc")
-    check(first, wan_run)
+def hunyuan_run(case, dense):
+    """With the known model's row K-means runs in the one dense step too: the sparse steps are warm then."""
+    if case["variant"] == "fast":
+        return (case["first_pass_s"] + 9 * case["warm_pass_s"],) * 2
+    assert case["dense_pass_s"] > dense
+    return dense + 9 * case["warm_pass_s"], dense + 10 * max(case["first_pass_s"], case["warm_pass_s"])
+
+
+def bits(out):
+    return [case["output"] for case in out["cases"]]
+
+
+def test_figures_of_wan_add_up_and_its_bits_repeat(steps, wan):
+    first = steps("--model", wan, *SMALL, "--commit", "abc")
+    expect_sums(first, wan_run)
     assert (first["grid"], first["tokens"], first["text"], first["branches"], first["steps"]) == ([4, 8, 8], 256, 512, 2, 10)
     assert (first["host"], first["model"], first["commit"], first["dtype"], first["repeat"]) == ("native", "wan", "abc", "f32", 2)
     assert first["config"] == WAN and first["layers"] == first["model_layers"] == 3
-
-    bits = lambda out: [case["output"] for case in out["cases"]]
     assert len(set(bits(first))) == 3
-    assert bits(steps("--model", wan, *small, "--repeat", 2)) == bits(first)
-    assert not set(bits(steps("--model", wan, *small, "--seed", 1))) & set(bits(first))
-    rounded = steps("--model", wan, *small, "--compute", "bf16")
+    assert bits(steps("--model", wan, *SMALL, "--repeat", 2)) == bits(first)
+    assert not set(bits(steps("--model", wan, *SMALL, "--seed", 1))) & set(bits(first))
+    rounded = steps("--model", wan, *SMALL, "--compute", "bf16")
     assert rounded["dtype"] == "bf16" and not set(bits(rounded)) & set(bits(first))
-    fewer = steps("--model", wan, *small, "--layers", 2, "--repeat", 1)
-    check(fewer, wan_run)
+
+
+def test_fewer_layers_are_told(steps, wan):
+    fewer = steps("--model", wan, *SMALL, "--layers", 2, "--repeat", 1)
+    expect_sums(fewer, wan_run)
     assert (fewer["layers"], fewer["model_layers"], fewer["config"]["num_layers"], fewer["repeat"]) == (2, 3, 2, 1)
 
-    def hunyuan_run(case, dense):
-        """With the known model's row K-means runs in the one dense step too: the sparse steps are warm then."""
-        if case["variant"] == "fast":
-            return (case["first_pass_s"] + 9 * case["warm_pass_s"],) * 2
-        assert case["dense_pass_s"] > dense
-        return dense + 9 * case["warm_pass_s"], dense + 10 * max(case["first_pass_s"], case["warm_pass_s"])
 
-    out = steps("--model", hunyuan, *small, "--known", "hunyuanvideo-13b")
-    check(out, hunyuan_run)
+def test_figures_of_hunyuan_add_up(steps, model):
+    out = steps("--model", model("hunyuan", HUNYUAN), *SMALL, "--known", "hunyuanvideo-13b")
+    expect_sums(out, hunyuan_run)
     assert (out["tokens"], out["text"], out["branches"], out["known"]) == (256, 256, 1, "hunyuanvideo-13b")
 
-    # A bundled shape, found by its name, with its known model's steps.
+
+def test_a_bundled_shape_is_found_by_its_name(steps):
+    """With its known model's steps."""
     out = steps("--model", "wan2.1-t2v-1.3b", "--layers", 1, "--grid", "1x2x2", "--repeat", 1, "--variants", "dense")
     assert (out["model"], out["layers"], out["model_layers"], out["steps"]) == ("wan2.1-t2v-1.3b", 1, 30, 50)
     assert len(out["cases"]) == 1 and {(s["rows"], s["in"], s["out"]): s["calls"] for s in out["linear"]["shapes"]} == {
         (4, 64, 1536): 1, (4, 1536, 1536): 6, (512, 1536, 1536): 2, (4, 1536, 8960): 1, (4, 8960, 1536): 1, (4, 1536, 64): 1}
 
+
+def test_bad_input_is_refused(scope, model, wan, tmp_path):
+    refuse = lambda code, words, *arguments: scope.refuse(code, words, "steps", *arguments, "--json", tmp_path / "refused.json")
     refuse(3, ["there is no \"wan3\"", "wan2.1-t2v-14b", "hunyuanvideo"], "--model", "wan3")
-    refuse(3, ["config.json"], "--model", f"{FOLDER}/nowhere/")
+    refuse(3, "config.json", "--model", f"{tmp_path}/nowhere/")
     other = model("other", {"_class_name": "CogVideoXTransformer3DModel"})
     refuse(3, ["_class_name", "CogVideoXTransformer3DModel", "WanTransformer3DModel"], "--model", other)
     huge = model("huge", {**WAN, "num_attention_heads": 1024, "num_layers": 1024, "added_kv_proj_dim": 1024 * 24})
     refuse(5, ["GB", "needs", "free"], "--model", huge, "--grid", "4x8x8")
-    refuse(2, ["--grid"], "--model", wan)
+    refuse(2, "--grid", "--model", wan)
     refuse(3, ["--grid", "1024"], "--model", wan, "--grid", "4x8x2000")
-    refuse(2, ["--layers: got 4", "3"], "--model", wan, *small, "--layers", 4)
-    refuse(2, ["--layers"], "--model", wan, *small, "--layers", 0)
+    refuse(2, ["--layers: got 4", "3"], "--model", wan, *SMALL, "--layers", 4)
+    refuse(2, "--layers", "--model", wan, *SMALL, "--layers", 0)
     refuse(2, ["scop", "svg2"], "--model", wan, "--grid", "4x8x8", "--variants", "scop")
-    refuse(2, ["dense in all of"], "--model", wan, "--grid", "4x8x8", "--variants", "scope:dense_layers=3")
-    refuse(3, ["density_steps"], "--model", wan, "--grid", "4x8x8", "--variants", "scope:density_steps=0.5:0.3,1:0.1")
-    refuse(2, ["dense"], "--model", wan, "--grid", "4x8x8", "--variants", "dense:kernel=portable")
-    refuse(2, ["--repeat"], "--model", wan, *small, "--repeat", 0)
-    for path, code in ((f"{FOLDER}/none/out.json", 3), (f"{wan}/config.json", 2)):  # no such folder; an input
-        result = scope("--model", wan, *small, "--json", path)
-        assert result.returncode == code and "--json" in result.stderr and not result.stdout, result
+    refuse(2, "dense in all of", "--model", wan, "--grid", "4x8x8", "--variants", "scope:dense_layers=3")
+    refuse(3, "density_steps", "--model", wan, "--grid", "4x8x8", "--variants", "scope:density_steps=0.5:0.3,1:0.1")
+    refuse(2, "dense", "--model", wan, "--grid", "4x8x8", "--variants", "dense:kernel=portable")
+    refuse(2, "--repeat", "--model", wan, *SMALL, "--repeat", 0)
 
-    # Stopped, it leaves nothing.
-    before = sorted(os.listdir(FOLDER))
-    process = subprocess.Popen([SCOPE, "steps", "--model", wan, *map(str, small), "--repeat", "1000", "--json", f"{FOLDER}/late.json"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+def test_an_output_that_cannot_be_is_refused_before_any_work(scope, wan, tmp_path):
+    for path, code in ((tmp_path / "none" / "out.json", 3), (wan / "config.json", 2)):  # no such folder; an input
+        assert not scope.refuse(code, "--json", "steps", "--model", wan, *SMALL, "--json", path).stdout
+
+
+def test_a_run_that_is_stopped_leaves_nothing(scope, wan, interruptible, tmp_path):
+    before = scope.snapshot()
+    process = scope.start("steps", "--model", wan, *SMALL, "--repeat", 1000, "--json", tmp_path / "late.json")
     process.stdout.readline()  # the title: passes have begun
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    assert sorted(os.listdir(FOLDER)) == before
-
-print(f"{checks} checks of scope steps")
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert scope.snapshot() == before

@@ -1,56 +1,45 @@
-"""Replays the hostile inputs of inputs.py on the command and, where a library is given, those of calls.py on the C ABI.
-
-    replay.py SCOPE-COMMAND [LIBSCOPE.SO]
-"""
+"""Replays the hostile inputs of inputs.py on the command, and those of calls.py on the C ABI."""
 import os
-import pathlib
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
+import types
 
+import pytest
+
+import calls
 import files
 import inputs
 
-SCOPE = os.path.abspath(sys.argv[1])
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("interruptible")
 SECONDS, MEGABYTES = 120, 2000  # no input may take more; most take a hundredth, and sanitizers ten times that
 TRACES = ("terminate called", "what():", "runtime error", "sanitizer", "basic_string", "scope: [json.exception",
           "filesystem error", "stoi", "traceback")
-wrong = []
-# The command leaves ignored what its parent ignores, as nohup and a shell's & do.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def snapshot():
-    """Every name below the folder with what is there."""
-    found = {}
-    for folder, folders, names in os.walk(b"."):
-        for name in folders + names:
-            path = os.path.join(folder, name)
-            status = os.lstat(path)
-            plain = os.path.isfile(path) and not os.path.islink(path)
-            identity = (status.st_ino, status.st_mtime_ns, status.st_size) if plain else status.st_ino
-            found[path] = os.readlink(path) if os.path.islink(path) else identity
-    return found
+@pytest.fixture(scope="module")
+def place(scope, repository, tmp_path_factory):
+    """The working folder: every file that the inputs name, and what is there."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("t"))
+    files.make(repository)
+    yield types.SimpleNamespace(there=scope.snapshot("."))
+    os.chdir(before)
 
 
 def remove(path):
     shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.remove(path)
 
 
-def run(item):
+def run(scope, item):
     """Its status, what it said on both streams, its seconds and its memory."""
     options, after = inputs.SURROUNDINGS[item.within]() if item.within else ({}, None)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         began = time.monotonic()
-        process = subprocess.Popen([SCOPE, *(a if isinstance(a, bytes) else str(a) for a in item.arguments)], stdin=subprocess.DEVNULL,
-                                   **{"stdout": out, "stderr": err, **options})
+        process = subprocess.Popen(scope.words(item.arguments), **{"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options})
         late = threading.Timer(SECONDS, process.kill)
         late.start()
         if after:
@@ -65,10 +54,10 @@ def run(item):
     return process.returncode, said, time.monotonic() - began, usage.ru_maxrss / 1024
 
 
-def replay(item, before):
-    """Returns what is there afterwards."""
-    status, (out, err), seconds, megabytes = run(item)
-    after = snapshot()
+@pytest.mark.parametrize("item", inputs.INPUTS, ids=map(str, range(len(inputs.INPUTS))))
+def test_command(scope, place, item):
+    status, (out, err), seconds, megabytes = run(scope, item)
+    before, after = place.there, scope.snapshot(".")
     said, problems = out + err, []
     if status != item.status:
         problems.append(f"status {status}, expected {item.status}")
@@ -93,22 +82,17 @@ def replay(item, before):
             problems.append(f"what it made is wrong: {type(error).__name__} {error}")
     for path in top:
         remove(path)
-    if problems:
-        wrong.append(item)
-        print(f"{item.arguments} {item.within}: {'; '.join(problems)}\n    {said.strip()[:600]}", file=sys.stderr)
-    return {path: what for path, what in after.items() if os.path.normpath(path) not in made}
+    place.there = {path: what for path, what in after.items() if os.path.normpath(path) not in made}
+    assert not problems, f"{item.arguments} {item.within}: {'; '.join(problems)}\n    {said.strip()[:600]}"
 
 
-with tempfile.TemporaryDirectory() as folder:
-    os.chdir(folder)
-    files.make(REPOSITORY)
-    there = snapshot()
-    for item in inputs.INPUTS:
-        there = replay(item, there)
-    os.chdir("/")
-count = len(inputs.INPUTS)
-if len(sys.argv) > 2:
-    import calls
-    count += calls.replay(sys.argv[2], wrong)
-print(f"{count} hostile inputs, {len(wrong)} not as they should be")
-sys.exit(bool(wrong))
+@pytest.fixture(scope="module")
+def hostile(library):
+    return calls.Calls(library)
+
+
+@pytest.mark.parametrize("part", ("runs", "selections", "plans", "tables", "states", "threads"))
+def test_library(hostile, part):
+    hostile.wrong.clear()
+    getattr(hostile, part)()
+    assert not hostile.wrong, "\n".join(hostile.wrong)
