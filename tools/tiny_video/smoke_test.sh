@@ -11,10 +11,12 @@ venv="${TINY_VIDEO_VENV:-$here/.venv}"
 "$venv/bin/pip" install -q -r "$here/requirements.txt"
 [ "${1:-}" != install ] || exit 0
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
-"$venv/bin/python" -m pytest -q "$here/tests" "$@"
+tests=$here/../../tests
+export PYTHONPATH=$here  # both import the tool's modules
+"$venv/bin/python" -m pytest -q "$tests/tiny_video" "$@"
 if [ -z "${SCOPE_COMMAND:-}" ] && [ ! -x "$here/../../build/release/bin/scope" ]; then
   echo "scope is not built: the native runner was not compared with diffusers"
   exit 0
 fi
 export SCOPE_COMMAND="$(realpath "${SCOPE_COMMAND:-$here/../../build/release/bin/scope}")"
-exec "$venv/bin/python" -m pytest -q "$here/../../tests/python/torch" "$@"
+exec "$venv/bin/python" -m pytest -q "$tests/python/torch" "$@"

@@ -32,25 +32,25 @@ def test_random_weights_give_the_output_of_diffusers():
 
 
 @torch.no_grad()
-def test_shipped_model_loads_into_diffusers_and_gives_our_output(model):
-    ours = load(model)
-    theirs, report = WanTransformer3DModel.from_pretrained(model, torch_dtype=torch.float32, output_loading_info=True)
+def test_shipped_model_loads_into_diffusers_and_gives_our_output(bundled):
+    ours = load(bundled)
+    theirs, report = WanTransformer3DModel.from_pretrained(bundled, torch_dtype=torch.float32, output_loading_info=True)
     assert not any(report.values()), report
     a, b = ours(*inputs((13, 5, 8))), theirs(*inputs((13, 5, 8))).sample
     assert (a - b).norm() / b.norm() < 1e-4
 
 
-def test_shipped_model_is_small(model):
-    assert (model / "diffusion_pytorch_model.safetensors").stat().st_size <= 16_000_000
+def test_shipped_model_is_small(bundled):
+    assert (bundled / "diffusion_pytorch_model.safetensors").stat().st_size <= 16_000_000
 
 
-def test_shipped_model_makes_a_held_out_clip(model):
-    truth, out = sample_seeds(load(model), [video.HELD_OUT + 100], (13, 20, 32), steps=2)
+def test_shipped_model_makes_a_held_out_clip(bundled):
+    truth, out = sample_seeds(load(bundled), [video.HELD_OUT + 100], (13, 20, 32), steps=2)
     assert images.psnr(out, truth, 1) > 24
 
 
-def test_examples_hold_a_clean_sample(model):
-    with safe_open(model / "examples.safetensors", "pt") as file:
+def test_examples_hold_a_clean_sample(bundled):
+    with safe_open(bundled / "examples.safetensors", "pt") as file:
         truth = file.get_tensor("truth").permute(0, 4, 1, 2, 3).float() / 255
         tokens, dense = file.get_tensor("prompt_embeds"), video.to_rgb(file.get_tensor("dense").float())
         seeds = [int(s) for s in file.metadata()["seeds"].split(",")]
@@ -60,8 +60,8 @@ def test_examples_hold_a_clean_sample(model):
     assert (rgb - truth).abs().max() < 0.01
 
 
-def test_real_heads_are_committed_and_small(repository):
-    paths = sorted((repository / "tests" / "data").glob("tiny_wan_*.safetensors"))
+def test_real_heads_are_committed_and_small(data):
+    paths = sorted(data.glob("tiny_wan_*.safetensors"))
     assert len(paths) >= 2 and sum(p.stat().st_size for p in paths) <= 8_000_000
     for path in paths:
         with safe_open(path, "pt") as file:
@@ -99,8 +99,8 @@ def test_selector_keeps_exactly_k_keys_and_density_one_is_dense(kind):
     assert torch.equal(Selector(0.2, 10, kind)(0, 1, q, k, v), dense)  # dense prefix
 
 
-def test_selector_recalls_more_mass_than_random_on_a_real_head(repository):
-    path = next(p for p in sorted((repository / "tests" / "data").glob("*.safetensors")) if "13x10x16" in p.name)
+def test_selector_recalls_more_mass_than_random_on_a_real_head(data):
+    path = next(p for p in sorted(data.glob("*.safetensors")) if "13x10x16" in p.name)
     with safe_open(path, "pt") as file:
         q, k = file.get_tensor("q").float(), file.get_tensor("k").float()
     p = torch.softmax(q @ k.mT / math.sqrt(128), -1)

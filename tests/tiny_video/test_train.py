@@ -11,17 +11,17 @@ import torch
 
 
 @pytest.fixture
-def train(tool, tmp_path):
+def train(repository, tmp_path):
     def run(*args, out="run", **options):
-        command = [sys.executable, tool / "train.py", "--smoke", "--out", tmp_path / out, *map(str, args)]
+        command = [sys.executable, repository / "tools" / "tiny_video" / "train.py", "--smoke", "--out", tmp_path / out, *map(str, args)]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
     run.path = tmp_path / "run" / "checkpoint.pt"
     return run
 
 
-def start(tool, folder):
-    command = [sys.executable, tool / "train.py", "--smoke", "--out", folder, "--save-minutes", "0"]
+def start(repository, folder):
+    command = [sys.executable, repository / "tools" / "tiny_video" / "train.py", "--smoke", "--out", folder, "--save-minutes", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (folder / "checkpoint.pt").exists() and process.poll() is None and time.monotonic() < deadline:
@@ -65,16 +65,16 @@ def test_full_disk_keeps_the_last_checkpoint(train):
     assert train.path.read_bytes() == before and not list(train.path.parent.glob("*.tmp"))
 
 
-def test_terminated_run_saves_and_says_so(tool, tmp_path):
-    process = start(tool, tmp_path)
+def test_terminated_run_saves_and_says_so(repository, tmp_path):
+    process = start(repository, tmp_path)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM and "stopped at step" in output
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] >= 1
 
 
-def test_killed_run_leaves_a_whole_checkpoint(tool, tmp_path):
-    process = start(tool, tmp_path)
+def test_killed_run_leaves_a_whole_checkpoint(repository, tmp_path):
+    process = start(repository, tmp_path)
     time.sleep(0.7)  # with a save after every step, the kill falls into or near a write
     process.kill()
     process.communicate(timeout=60)
