@@ -454,24 +454,29 @@ def outputs():
             **video_report.outputs(load, (ROOT / "docs" / "notebook" / "video_report.md").read_text())}
 
 
-check = "--check" in sys.argv[1:]
-different = []
-for path, text in outputs().items():
-    file = ROOT / path
+def main():
+    check = "--check" in sys.argv[1:]
+    different = []
+    for path, text in outputs().items():
+        file = ROOT / path
+        if check:
+            if not file.exists() or file.read_text() != text:
+                different.append(path)
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    if different:
+        sys.exit(f"not what bench/results says (run bench/report.py): {', '.join(different)}")
     if check:
-        if not file.exists() or file.read_text() != text:
-            different.append(path)
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-if different:
-    sys.exit(f"not what bench/results says (run bench/report.py): {', '.join(different)}")
-if check:
-    stale, unchecked = staleness.check(loaded)
-    for line in stale:
-        print(f"stale: {line}")
-    for line in unchecked:
-        print(f"not checked: {line}")
-    if "--release" in sys.argv[1:] and (stale or unchecked):
-        sys.exit(f"{len(stale)} results are stale{' and some could not be checked' if unchecked else ''}: measure them "
-                 "again (tools/measure_gpu.sh) before a release")
+        stale, unchecked = staleness.check(loaded)
+        for line in stale:
+            print(f"stale: {line}")
+        for line in unchecked:
+            print(f"not checked: {line}")
+        if "--release" in sys.argv[1:] and (stale or unchecked):
+            sys.exit(f"{len(stale)} results are stale{' and some could not be checked' if unchecked else ''}: measure them "
+                     "again (tools/measure_gpu.sh) before a release")
+
+
+if __name__ == "__main__":
+    main()
