@@ -52,9 +52,11 @@ def table(path):
         return list(csv.DictReader(file))
 
 
-def test_attend_takes_its_options(scope, base):
+def test_attend_writes_what_its_options_ask_for(scope, base, out):
     scope.accept(*base)
+    assert set(tensors.load(out)[0]) == {"out"}
     scope.accept(*base, "--dump", "--lse", "--layer", 0, "--step", 3, "--steps", 10)
+    assert {"out", "lse"} <= set(tensors.load(out)[0])
 
 
 def test_every_json_says_of_which_build_it_is(scope, qkv, base, tmp_path):
@@ -75,8 +77,9 @@ def test_npy_and_safetensors_agree(scope, qkv, out, tmp_path):
 
 
 def test_a_state_is_written_and_read(scope, base, tmp_path):
-    for _ in range(2):
-        scope.accept(*base, "--state", tmp_path / "state.bin")
+    for warm in (False, True):
+        scope.accept(*base, "--state", tmp_path / "state.bin", "--stats", tmp_path / "stats.json")
+        assert read(tmp_path / "stats.json")["warm"] is warm
 
 
 def test_methods_lists_settings_and_models(scope):
