@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace scope_attn {
@@ -65,18 +66,22 @@ class Method {
     check(scope_method_create(name, &made));
     handle_.reset(made);
   }
-  Method& set(const std::string& name, const std::string& value) {
+  // Each can be chained, and a chain on a new method kept: auto method = Method("scope-mean").set("target_density", "0.2");
+  Method& set(const std::string& name, const std::string& value) & {
     check(scope_method_set(handle(), name.c_str(), value.c_str()));
     return *this;
   }
-  Method& set_default(const std::string& name, const std::string& value) {
+  Method& set_default(const std::string& name, const std::string& value) & {
     check(scope_method_set_default(handle(), name.c_str(), value.c_str()));
     return *this;
   }
-  Method& model(const std::string& name) {
+  Method& model(const std::string& name) & {
     check(scope_method_apply_model(handle(), name.c_str()));
     return *this;
   }
+  Method&& set(const std::string& name, const std::string& value) && { return std::move(set(name, value)); }
+  Method&& set_default(const std::string& name, const std::string& value) && { return std::move(set_default(name, value)); }
+  Method&& model(const std::string& name) && { return std::move(model(name)); }
   std::string get(const std::string& name) const {
     size_t needed = 0;
     check(scope_method_get(handle(), name.c_str(), nullptr, 0, &needed));

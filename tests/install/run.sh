@@ -60,10 +60,13 @@ eval "'$c_compiler' -std=c11 -static '$here/../caller.c' -o '$work/static' $(pkg
 
 # docs/guide/first_call.md: its program, by its lines. They have no eval, so HOME is a path without spaces: this folder.
 page="$here/../../docs/guide/first_call.md"
+# The page's first lines of C++ are those of a program that was compiled above.
+block_of_consumer=$(sed -n '/^  \/\/ begin$/,/^  \/\/ end$/p' "$here/consumer/main.cpp" | sed '1d; $d; s/^  //')
 block() { awk -v fence="\`\`\`$1" '$0 == "```" {on = 0} on {print} $0 == fence {on = 1}' "$page"; }
 mkdir "$work/page"
 mv "$prefix" "$work/page/scope"
 cd "$work/page"
+[ "$(block cpp | head -n "$(wc -l <<<"$block_of_consumer")")" = "$block_of_consumer" ] || fail "docs/guide/first_call.md has other C++ than consumer/main.cpp"
 block c >first_call.c
 block cmake >CMakeLists.txt
 block sh | sed -n '/PKG_CONFIG_PATH/,$p' >lines.sh  # after those that build and install the library
