@@ -27,7 +27,9 @@ from ._functions import (
 from ._pipelines import disable, enable, receipt
 from ._plan import Context, HeadStats, Plan, Reason, Selection, State, Stats
 from ._receipt import Call, Receipt
+from ._selector import Place, SelectorError
 
-__all__ = ["Call", "Context", "HeadStats", "Method", "Model", "Plan", "Reason", "Receipt", "ScopeError", "ScopeRuntimeError",
-           "ScopeTypeError", "ScopeValueError", "Selection", "Setting", "State", "Stats", "attend_selected", "attention", "disable",
-           "enable", "head_budget", "methods", "models", "pack_bits", "receipt", "select", "settings", "supports", "unpack_bits"]
+__all__ = ["Call", "Context", "HeadStats", "Method", "Model", "Place", "Plan", "Reason", "Receipt", "ScopeError",
+           "ScopeRuntimeError", "ScopeTypeError", "ScopeValueError", "Selection", "SelectorError", "Setting", "State", "Stats",
+           "attend_selected", "attention", "disable", "enable", "head_budget", "methods", "models", "pack_bits", "receipt", "select",
+           "settings", "supports", "unpack_bits"]

@@ -53,7 +53,7 @@ def check_words(name, x, shape, index):
     if not hasattr(x, "__array_interface__"):
         raise TypeError(f"{name}: got {type(x).__name__}, expected {KIND}")
     if x.dtype not in (numpy.int32, numpy.uint32):
-        raise TypeError(f"{name}: got {x.dtype}, expected 32-bit integers, or booleans of tokens")
+        raise TypeError(f"{name}: got {x.dtype}, expected 32-bit integers; scope_attn.pack_bits makes them of booleans")
     if x.shape != shape or not x.flags.c_contiguous:
         raise ValueError(f"{name}: got shape {list(x.shape)} with strides {x.strides}, expected {list(shape)}, contiguous")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from ._c_api import ScopeError
+from ._origin import origin
 
 SHEET_SIDE = 4096  # pixels; browsers hold images of 16,384 at most
 
@@ -42,13 +43,21 @@ class Call:
         return between(self.times[0], self.times[2])
 
     @property
+    def selection_seconds(self) -> Optional[float]:
+        """For choosing keys; None: a GPU does not tell it apart."""
+        stages = self.stats.seconds if self.sparse else {}
+        taken = sum(stages.get(stage, 0.0) for stage in ("group", "encode", "score", "select"))
+        return None if taken != taken else taken  # NaN
+
+    @property
     def attention_seconds(self) -> float:
         """Without the clustering of a dense call, which is for sparse calls to come."""
         return between(*self.times[1:])
 
     def to_dict(self) -> dict[str, Any]:
         return dict(expert=self.expert, layer=self.layer, step=self.step, branch=self.branch, sparse=self.sparse, why=self.why,
-                    warm=bool(self.sparse and self.stats.warm), density=self.density, seconds=self.seconds)
+                    warm=bool(self.sparse and self.stats.warm), density=self.density, seconds=self.seconds,
+                    selection_seconds=self.selection_seconds)
 
 
 def between(start: Any, end: Any) -> float:
@@ -93,7 +102,8 @@ class Receipt:
         return text if sparse < dense else f"{text}: SLOWER than dense here; lower the density, or call scope_attn.disable(pipe)"
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(**self.settings, density=self.density, milliseconds=self.milliseconds, calls=[call.to_dict() for call in self.calls])
+        return dict(**origin(), **self.settings, density=self.density, milliseconds=self.milliseconds,
+                    calls=[call.to_dict() for call in self.calls])
 
     def to_json(self, path: Union[str, os.PathLike]):
         with open(path, "w", encoding="utf-8") as file:
@@ -133,9 +143,7 @@ class Receipt:
 
         parts = dict(dense_prefix=0.0, sparse_attention=0.0, selection=0.0)
         for call in self.calls:
-            stages = call.stats.seconds if call.sparse else {}
-            selection = sum(stages.get(stage, 0.0) for stage in ("group", "encode", "score", "select"))
-            selection = 0.0 if selection != selection else selection  # NaN: a GPU does not tell stages apart
+            selection = call.selection_seconds or 0.0
             parts["selection"] += selection
             parts["sparse_attention" if call.sparse else "dense_prefix"] += call.seconds - selection
         total = between(self.calls[0].times[0], self.calls[-1].times[2])

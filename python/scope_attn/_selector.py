@@ -51,7 +51,8 @@ def check(selection: Any, q: Any, k: Any):
     batch, heads, tokens, _ = q.shape
     index, words = arrays.index_of(q), -(-k.shape[2] // 32)
     groups = selection.mask.shape[2] if len(getattr(selection.mask, "shape", ())) == 4 else 1
-    for name, shape in dict(labels=(batch, heads, tokens), mask=(batch, heads, max(groups, 1), words), keep=(batch, words)).items():
+    for name, shape in dict(labels=(batch, heads, tokens), mask=(batch, heads, max(groups, 1), words),
+                            keep=(batch, words)).items():
         given = getattr(selection, name)
         if name == "keep" and given is None:
             continue
@@ -72,6 +73,9 @@ def densities(selection: Selection, k_tokens: int) -> Any:
         keep = selection.keep.view(arrays.int32)
         mask, keys = mask & ~keep[:, None, None], k_tokens - count_bits(keep)[:, None]
     counts = count_bits(mask)
+    spare = k_tokens % 32
+    if spare:  # bits of keys that are not there: attend drops them on a GPU, where they could not be refused
+        counts = counts - count_bits(mask[..., -1:] >> spare & (1 << 32 - spare) - 1)
     attends = (labels >= 0) & (labels < counts.shape[2])
     pairs = (arrays.take_along(counts, labels * attends) * attends).sum(-1)
     return pairs / (attends.sum(-1) * keys).clip(min=1)

@@ -57,7 +57,7 @@ def check_words(name, x, shape, index):
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected {KIND}")
     if x.dtype not in (torch.int32, torch.uint32):
-        raise TypeError(f"{name}: got {x.dtype}, expected 32-bit integers, or booleans of tokens")
+        raise TypeError(f"{name}: got {x.dtype}, expected 32-bit integers; scope_attn.pack_bits makes them of booleans")
     if x.get_device() != index:
         raise ValueError(f"{name}: it is on {x.device}, expected {'cpu' if index < 0 else f'cuda:{index}'}")
     if x.shape != shape or not x.is_contiguous():
@@ -70,9 +70,9 @@ def take_along(x, index):
 
 
 def pack_bits(mask):
-    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 8))
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
-    return (padded * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)  # made there: a copy from the host would wait for a GPU
+    return (padded << places).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
 def unpack_bits(words, tokens):

@@ -257,7 +257,7 @@ def test_schema(node):
     assert list(inputs) == ["model", "method", "target_density", "min_tokens", "strict", "settings", "density", "sparse_from", "sparse_to"]
     names = [method.name for method in scope_attn.methods()]
     assert inputs["method"].options["options"] == [name for name in names if name != "sol"] and "sol" in names
-    assert inputs["method"].options["default"] == inspect.signature(scope_attn.enable).parameters["method"].default
+    assert inputs["method"].options["default"] == "scope-mean"  # which enable(pipe) takes too
     assert inputs["density"].options["default"] == "preset"
     least = session.MIN_TOKENS
     assert all(f"{least[device]:,} on a {device_name}" in inputs["min_tokens"].options["tooltip"]

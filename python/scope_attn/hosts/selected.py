@@ -5,6 +5,7 @@ see every valid key, as with our methods.
 """
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,6 @@ class Layout:
         self.tokens, self.text = len(video), self.count - len(video)
         self.range = slice(first, last) if last - first == self.tokens else None
         self.where = video.to(device)
-        self.is_text = others[0].to(device)
         self.keep, self.rest = (_torch.pack_bits(bits).to(device) for bits in (others & valid, ~others & valid))
 
     def of_video(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Layout:
         labels[:, :, self.where] = chosen.labels.view(torch.int32)
         mask = self.spread(chosen.mask) & self.rest[:, None, None]
         mask = torch.cat([mask, self.rest[:, None, None].expand(-1, heads, -1, -1)], 2)
-        keep = self.keep if chosen.keep is None else self.keep | self.spread(chosen.keep)
+        keep = self.keep if chosen.keep is None else self.keep | self.spread(chosen.keep) & self.rest
         return Selection(labels, mask, keep)
 
 
@@ -113,15 +113,17 @@ class Selected:
 
     def __init__(self, selector: Selector):
         self.selector = selector
-        self.layout: Any = None  # the latest, and what it was made of
+        self.layouts: collections.deque = collections.deque(maxlen=8)  # (bits, what else it was made of, layout)
 
     def layout_of(self, q: torch.Tensor, tokens: Tokens) -> Layout:
-        """Layers of a pass share one: making it waits for a GPU."""
+        """The calls of a branch share one, since making it waits for a GPU."""
         made_of = tokens.lengths, q.shape[0], q.shape[2], q.device
-        if self.layout is None or self.layout[0] is not tokens.bits or self.layout[1] != made_of:
-            others = _torch.unpack_bits(tokens.bits, q.shape[2])
-            self.layout = tokens.bits, made_of, Layout(others, tokens.lengths, q.device)
-        return self.layout[2]
+        for bits, other, layout in self.layouts:
+            if bits is tokens.bits and other == made_of:
+                return layout
+        layout = Layout(_torch.unpack_bits(tokens.bits, q.shape[2]), tokens.lengths, q.device)
+        self.layouts.append((tokens.bits, made_of, layout))
+        return layout
 
     def attend(self, q: Any, k: Any, v: Any, place: Place, grid: Grid, tokens: Tokens, scale: Optional[float]):
         """out and statistics of [batch, heads, tokens, dim]."""

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import scope_attn
 
+from .._origin import origin
 from ..hosts import diffusers as host
 from .profile import Profile
 from .results import Clip, Results, cropped, write_whole
@@ -183,7 +184,7 @@ class Maker:
         graphs = counters["stats"]["unique_graphs"] - graphs
         receipt = scope_attn.receipt(self.pipe) if method.sparse else None
         density = receipt and receipt.density
-        about = dict(method=method.label, prompt=clip.prompt, image=clip.image and str(clip.image), seed=seed, seconds=seconds,
+        about = dict(**origin(), method=method.label, prompt=clip.prompt, image=clip.image and str(clip.image), seed=seed, seconds=seconds,
                      density=density, receipt=receipt and str(receipt).splitlines(), backend=method.backend, graphs_compiled=graphs,
                      machine=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
                      versions=dict(torch=torch.__version__, diffusers=diffusers.__version__))

@@ -13,6 +13,7 @@ from typing import Any
 import diffusers
 import torch
 
+from .._origin import origin
 from . import metrics, quality, table
 from .maker import Maker, backends
 from .ranks import Ranks
@@ -86,7 +87,7 @@ def run(options):
                  f"{options.steps} steps, {len(clips)} prompts, dense attention {options.dense_backend}"
                  f"{', compiled' if options.compile else ''}, on {', '.join(machines)}")
         text = table.text(found, title, skip, table.notes(results, methods, len(clips), packages))
-        write_json(options.out / "table.json", dict(about, rows=found))
+        write_json(options.out / "table.json", dict(origin(), **about, rows=found))
         write_whole(options.out / "table.md", text)
         print(text, flush=True)
 
