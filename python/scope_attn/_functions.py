@@ -117,7 +117,9 @@ def select(q: Any, k: Any, v: Any = None, *, rope: Optional[Sequence[int]] = Non
            target_density: Optional[float] = None, state: Optional[State] = None, layout: str = "BHND", model: Optional[str] = None,
            scale: float = 0.0, q_lengths: Any = None, k_lengths: Any = None, valid_queries: Any = None, valid_keys: Any = None,
            keep: Any = None, dense_queries: Any = None, stats: Optional[Stats] = None, **settings: Any) -> Selection:
-    """Which keys each query would attend to: attention()'s stages before attend. Some tails and rules look at v too.
+    """Which keys each query would attend to: attention()'s stages before attend.
+
+    v: for tails and rules that look at it, such as those of scope-mean; the call then attends as well.
 
     >>> import numpy, scope_attn
     >>> q, k, v = numpy.random.default_rng(0).standard_normal((3, 1, 2, 512, 64), numpy.float32)

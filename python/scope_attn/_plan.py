@@ -451,14 +451,15 @@ class Plan(Handle):
     def select(self, q: Any, k: Any, v: Any = None, *, state: Optional[State] = None, layout: str = "BHND", scale: float = 0.0,
                q_lengths: Any = None, k_lengths: Any = None, valid_queries: Any = None, valid_keys: Any = None, keep: Any = None,
                dense_queries: Any = None, stats: Optional[Stats] = None) -> Selection:
-        """The stages before attend. Some tails and rules look at v too."""
+        """The stages before attend. Some tails and rules look at v too; a call that is given v attends as well."""
         arrays, info = arrays_of(q), self._plan.info
         batch, heads, tokens, _ = self._q_shape[0]
         rows = (batch, heads, info.selection_groups)
         of_rows = lambda *shape: arrays.empty_words(shape, q)
         found = Selection(of_rows(batch, heads, tokens), arrays.as_bits(of_rows(*rows, info.mask_words)),
                           arrays.as_bits(of_rows(batch, info.mask_words)), of_rows(*rows), of_rows(*rows))
-        self._launch(self._plan.libscope.run, arrays, token_major(layout), q, k, v, None, state, scale, -1, -1, 0,
+        out = None if v is None else arrays.empty_like(q)
+        self._launch(self._plan.libscope.run, arrays, token_major(layout), q, k, v, out, state, scale, -1, -1, 0,
                      tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries), found, stats)
         return found
 

@@ -103,6 +103,17 @@ def test_masks_agree_with_float64():
                            ._arguments, name) for name in GIVEN), "a call leaves no addresses behind"
 
 
+def test_select_with_a_tail_that_looks_at_v():
+    """The rows of the selection are those that the call keeps."""
+    q, k, v = qkv()
+    stats = scope_attn.Stats()
+    scope_attn.attention(q, k, v, method="scope-mean", target_density=0.3, stats=stats)
+    selection = scope_attn.select(q, k, v, method="scope-mean", target_density=0.3)
+    kept = np.take_along_axis(selection.counts, selection.labels, 2).mean() / k.shape[2]
+    assert abs(kept - stats.density) < 1e-6 and abs(kept - 0.3) < 0.02
+    refuses(scope_attn.ScopeValueError, "needs v and out", lambda: scope_attn.select(q, k, method="scope-mean"))
+
+
 def test_log_sum_exp_agrees_with_float64():
     """The log-sum-exp of dense and of all-keeping calls against float64, and of a query that sees nothing."""
     q, k, v = qkv()
