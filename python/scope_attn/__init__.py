@@ -9,6 +9,7 @@ attention() is all that most callers need; Plan is what it makes of a shape and 
 pipeline of diffusers. `python -m scope_attn.doctor` says what this machine can do.
 """
 from ._c_api import ScopeError, ScopeRuntimeError, ScopeTypeError, ScopeValueError
+from ._compare import Comparison, compare
 from ._functions import (
     Method,
     Model,
@@ -29,7 +30,7 @@ from ._plan import Context, HeadStats, Plan, Reason, Selection, State, Stats
 from ._receipt import Call, Receipt
 from ._selector import Place, SelectorError
 
-__all__ = ["Call", "Context", "HeadStats", "Method", "Model", "Place", "Plan", "Reason", "Receipt", "ScopeError",
-           "ScopeRuntimeError", "ScopeTypeError", "ScopeValueError", "Selection", "SelectorError", "Setting", "State", "Stats",
-           "attend_selected", "attention", "disable", "enable", "head_budget", "methods", "models", "pack_bits", "receipt", "select",
-           "settings", "supports", "unpack_bits"]
+__all__ = ["Call", "Comparison", "Context", "HeadStats", "Method", "Model", "Place", "Plan", "Reason", "Receipt",
+           "ScopeError", "ScopeRuntimeError", "ScopeTypeError", "ScopeValueError", "Selection", "SelectorError", "Setting",
+           "State", "Stats", "attend_selected", "attention", "compare", "disable", "enable", "head_budget", "methods",
+           "models", "pack_bits", "receipt", "select", "settings", "supports", "unpack_bits"]

@@ -191,18 +191,24 @@ class Receipt:
         return f"<Receipt of {len(self.calls)} calls; print it>"
 
 
-def draw_sheets(frames: Any):
-    """A clip as PNG sheets in data URIs; its frames, height and width; frames in a row, and on a sheet."""
-    if frames is None:
-        return [], (0, 1, 1), 1, 1
+def pictures_of(frames: Any) -> Any:
+    """Bytes [frames, height, width, 3] in numpy, of images, or of an array of bytes or of numbers from 0 to 1."""
     import numpy
-    from PIL import Image
     pictures = numpy.stack([numpy.asarray(frame) for frame in frames])
     if pictures.ndim != 4 or pictures.shape[3] != 3:
         raise ValueError(f"frames: got shape {list(pictures.shape)}, expected [frames, height, width, 3]; pass one video, such as "
                          "frames[0]")
     if pictures.dtype != numpy.uint8:
         pictures = (pictures.clip(0, 1) * 255).round().astype(numpy.uint8)
+    return pictures
+
+
+def draw_sheets(frames: Any):
+    """A clip as PNG sheets in data URIs; its frames, height and width; frames in a row, and on a sheet."""
+    if frames is None:
+        return [], (0, 1, 1), 1, 1
+    from PIL import Image
+    pictures = pictures_of(frames)
     count, height, width, _ = pictures.shape
     columns = min(count, max(1, SHEET_SIDE // width))
     per_sheet = columns * max(1, SHEET_SIDE // height)

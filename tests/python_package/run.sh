@@ -41,5 +41,5 @@ python3 -m venv --without-pip oldest
 cat venv/lib/python3*/site-packages/pytorch.pth >"$(echo oldest/lib/python3*/site-packages)/packages.pth"
 realpath venv/lib/python3*/site-packages >>"$(echo oldest/lib/python3*/site-packages)/packages.pth"
 venv/bin/pip --python oldest/bin/python install -q diffusers==0.36.0
-oldest/bin/python -m pytest -q -p no:cacheprovider -W ignore ../../tests/python_package/test_{diffusers,ranks,prompt_to_video}.py \
+oldest/bin/python -m pytest -q -p no:cacheprovider -W ignore ../../tests/python_package/test_{diffusers,selector,ranks,prompt_to_video}.py \
   ../../tests/python_package/test_reproduce.py::test_six

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import scope_attn
-from scope_attn import _c_api, _functions, _plan
+from scope_attn import _c_api, _compare, _functions, _plan
 
 ROPE = (24, 20, 20)
 GIVEN = ("q_lengths", "k_lengths", "valid_queries", "valid_keys", "keep", "dense_queries", "report", "stats", "selection", "lse")
@@ -41,7 +41,7 @@ def refuses(kind, text, call):
 
 def test_examples_of_docstrings_hold():
     tried = 0
-    for module in (scope_attn, _plan, _functions):
+    for module in (scope_attn, _plan, _functions, _compare):
         result = doctest.testmod(module)
         assert result.failed == 0
         tried += result.attempted

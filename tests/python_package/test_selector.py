@@ -25,9 +25,9 @@ NEWER = {"MiniMaxH3Transformer3DModel": ("minimax-h3", tiny.minimax, tiny.make_m
          "LTXVideoTransformer3DModel": ("ltx", tiny.ltx, tiny.make_ltx),
          "HunyuanVideoFramepackTransformer3DModel": ("framepack", tiny.framepack, tiny.run_loop),
          "Kandinsky5Transformer3DModel": ("kandinsky-5", tiny.kandinsky, tiny.run_loop)}
-for name, (kind, *made) in NEWER.items():
+for name, (of, *made) in NEWER.items():
     if hasattr(diffusers, name):
-        KINDS[kind] = tuple(made)
+        KINDS[of] = tuple(made)
 WITHOUT_GRID = "minimax-h3", "framepack"  # the pipeline does not say it; there are frames of before beside the grid's
 EVERYWHERE = dict(min_tokens=0, dense_steps=0, dense_layers=0)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -67,7 +68,11 @@ def compare(reference: Path, video: Path, skip: int, device: torch.device) -> di
     both = read_frames(reference), read_frames(video)
     if len(both[0]) != len(both[1]) or len(both[0]) <= skip:
         raise ValueError(f"{reference}, {video}: got {len(both[0])} and {len(both[1])} frames, expected as many, and more than {skip}")
-    pairs = list(zip(*both))[skip:]
+    return means(list(zip(*both))[skip:], device)
+
+
+def means(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> dict[str, Optional[float]]:
+    """Over pairs of frames, [height, width, 3] of bytes."""
     sums = dict.fromkeys(MEASURES, 0.0)
     for pair in pairs:
         a, b = (planes(frame, device) for frame in pair)

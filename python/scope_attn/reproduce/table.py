@@ -4,6 +4,7 @@ from __future__ import annotations
 import statistics
 from typing import Any, Optional
 
+from .._compare import markdown
 from .results import Results
 from .settings import COLUMNS, DIMENSIONS, LPIPSES, PAPER_COLUMNS, PAPER_METHODS, SETTINGS, SSIMS, Method
 
@@ -70,10 +71,6 @@ def text(found: list[dict[str, Any]], title: str, skip: int, notes: list[str]) -
         lines.append([row["method"], *(cell(name, row[name]) for name in names)])
         if row["paper"]:
             lines.append([f"  the paper's {PAPER_METHODS[row['method']]}", *(cell(name, paper(row, name)) for name in names)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    aligned = [[line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))] for line in lines]
-    shown = [f"| {' | '.join(line)} |" for line in aligned]
-    shown.insert(1, f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (width + 1) + ':' for width in widths[1:])}|")
     about = ["PSNR (dB), SSIM and LPIPS are against our dense videos of the same prompts and seeds" +
              (", without frame 0, which is given" if skip else "") + "; seconds: a whole call of the pipeline, in the median; the paper's "
              "lines are its Tables 1 and 2, on NVIDIA H200s. It does not say which SSIM and LPIPS it has, so its figure stands under each."]
@@ -81,4 +78,4 @@ def text(found: list[dict[str, Any]], title: str, skip: int, notes: list[str]) -
     if controls:
         about.append(f"{controls[0]} is the control: the dense video by another dense kernel. Its PSNR, SSIM and LPIPS are what rounding "
                      "alone does.")
-    return "\n".join([f"### {title}", "", *shown, "", *about, *notes]) + "\n"
+    return "\n".join([f"### {title}", "", markdown(lines), "", *about, *notes]) + "\n"
