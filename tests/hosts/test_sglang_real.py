@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import os
 import socket
@@ -459,6 +458,17 @@ def test_layers_that_stay_dense(choose):
     assert (out - exact.transpose(1, 2)).abs().max() < 1e-5
 
 
+def test_scale(choose):
+    """A layer's own scale is ours too."""
+    choose(**SPARSE, target_density=1)
+    q, k, v = inputs(0, 3, 1, 192, HEADS, DIM)
+    layer = USPAttention(HEADS, DIM, prefix="blocks.0.attn1", softmax_scale=0.7)
+    with set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=request()):
+        out = layer(q, k, v)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=0.7).transpose(1, 2)
+    assert calls()[-1].sparse and (out - exact).abs().max() < 1e-5
+
+
 def test_calls_that_are_refused(choose, caplog):
     """What is not understood stops, or with strict=false is warned of once and runs dense."""
     q, k, v = torch.randn(3, 1, 32, HEADS, DIM)
@@ -512,8 +522,7 @@ def test_settings(choose):
     small = Wan().build()
     Wan().run(small, batch := request())
     assert {call.why for call in calls()} == {"192 tokens, min_tokens is 4,096"}
-    default = inspect.signature(scope_attn.enable).parameters["method"].default
-    assert batch.extra[DENOISING_LOOP_STATE]["scope_attn"].receipt.settings["method"] == default
+    assert batch.extra[DENOISING_LOOP_STATE]["scope_attn"].receipt.settings["method"] == "scope-mean"
     with pytest.raises(ValueError, match="LTX mix these axes"):
         choose(**SPARSE, method="scope", target_density=0.2)
         LTX2().build()

@@ -144,6 +144,8 @@ class Maker:
         settings: dict[str, Any] = dict(method.settings)
         if self.options.target_density is not None:
             settings.setdefault("target_density", self.options.target_density)
+        elif method.name == "scope-mean":  # its own rule, in the place of the careful density that enable() gives it
+            settings.setdefault("target_density", "none")
         profile = self.options.profile or self.results.profile
         if method.name == "svoo" and profile.exists():
             family = host.family_of(self.pipe)
