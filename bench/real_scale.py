@@ -161,15 +161,13 @@ def gains(load, folder):
     return "\n".join([
         *lines, "",
         "- **Speed**: the whole 720p schedule on an H200, over diffusers' compiled blocks with cuDNN's dense attention. All "
-        f"{layers} layers ran with random weights; runs are added up from passes ({repeats(first)}{spread}). Text encoding "
-        f"and the VAE are left out ([whole models]({folder}notebook/real_scale.md)). –: not measured.",
+        f"{layers} layers ran with random weights; runs are added up from passes ({repeats(first)}{spread}), without text encoding "
+        f"and VAE ([whole models]({folder}notebook/real_scale.md)). –: not measured.",
         "- **Nearness**: PSNR against the dense video of the same seed; higher is nearer. Two small models of Wan's design were judged, "
-        f"by the same {long_videos} and {short_videos} videos in every row ([fidelity]({folder}notebook/fidelity.md)). The first model "
-        "is not in this repository. **No video of a full-size model was judged.** On short videos the published method is nearer "
-        "than `fast`.",
+        f"by the same {long_videos} and {short_videos} videos in every row ([fidelity]({folder}notebook/fidelity.md)); the first is not "
+        "in this repository. **No video of a full-size model was judged.** On short videos the published method is nearer than `fast`.",
         "- **The last row**: its speed is that of `scope`, its nearness that of `scope-paper` "
-        f"([methods]({folder}reference/methods.md)), which met 0.20 by one threshold for a run, as the paper has it. The other rows "
-        "meet their share in each call, as `enable` does.", ""])
+        f"([methods]({folder}reference/methods.md)) by one threshold for a run. The others meet their share in each call.", ""])
 
 
 def diffusers(load):

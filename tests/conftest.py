@@ -129,7 +129,7 @@ def bundled():
 
 
 @pytest.fixture
-def interruptible(monkeypatch):
+def interruptible():
     """Commands take interrupts: they leave ignored what their parent ignores, as nohup and a shell's & do."""
     before = {number: signal.signal(number, handler)
               for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL))}

@@ -169,7 +169,7 @@ class Receipt:
         choices = ", ".join(f"{name}={value}" for name, value in told.items())
         lines = [f"{self.settings['method']} ({choices}), for {self.settings['model']}"]
         if self.settings["careful"]:
-            lines.append(f"target_density={told['target_density']} is the careful default: nothing said how many keys to keep")
+            lines.append(f"target_density={told['target_density']} is the default: neither a density nor rho or rule was given")
         if self.settings["ranks"] > 1:
             lines.append(f"rank {self.settings['rank']} of {self.settings['ranks']}, which attends with its own heads" +
                          (": each rank meets the density over its own (target_scope=head: every head does, as on one rank)"

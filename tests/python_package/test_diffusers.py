@@ -618,7 +618,7 @@ def test_receipt(tmp_path):
 
 def test_careful_default():
     """Without a word of how many keys to keep it is 0.2, and the receipt says so; any such word is taken instead."""
-    says = "target_density=0.2 is the careful default"
+    says = "target_density=0.2 is the default"
     for given, careful, density in ((dict(), True, 0.2), (dict(dense_last_steps=0.2), True, 0.2), (dict(target_density=0.3), False, 0.3),
                                     (dict(density_steps="1:0.4"), False, 0.4), (dict(rho=0.999), False, None),
                                     (dict(rule="fixed", density=0.5), False, 0.5), (dict(method="scope-exact"), False, None)):
@@ -924,6 +924,14 @@ def test_shared_transformer_with_another_scheduler(make, ran):
         scope_attn.enable(second, **SPARSE)
         tiny.make_wan(second)
         assert {call.step for call in scope_attn.receipt(second).calls} == set(range(tiny.STEPS))
+
+
+def test_mistyped_names():
+    pipe = tiny.wan()
+    for given, meant in ((dict(min_token=1), "min_tokens"), (dict(windw=(0, 1)), "window"), (dict(strct=False), "strict"),
+                         (dict(target_densty=0.2), "target_density"), (dict(dense_step=0.1), "dense_steps")):
+        with pytest.raises(ValueError, match=f'did you mean "{meant}"'):
+            scope_attn.enable(pipe, **given)
 
 
 def test_another_scheduler():

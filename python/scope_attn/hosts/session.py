@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import difflib
 import functools
 import time
 import warnings
@@ -23,6 +24,7 @@ from .._selector import Grid, Place, Selector, name_of
 MIN_TOKENS = {"cpu": 4096, "cuda": 12288}
 CAREFUL_DENSITY = 0.2  # of scope-mean where nothing says how many keys to keep
 SAYS_HOW_MANY = {"density", "density_steps", "rho", "rule"}
+OF_HOSTS = "method", "min_tokens", "model", "selector", "strict", "target_density", "window"  # what enable() takes beside settings
 SCHEDULE = "dense_layers", "dense_steps", "dense_last_steps"  # settings that say which calls are dense
 WHY_DENSE = {
     Reason.DENSE_METHOD: "the method is dense",
@@ -95,6 +97,7 @@ class Session(Handle):
             self.model = row.name
         else:
             self.model, self.why_model = model, f"{model}: named by the caller"
+        refuse_mistyped(settings, method)
         # A "?" marks what the caller did not set: it is not refused where another setting makes it idle.
         given = {"state_dtype?": "bf16", **settings, **window_settings(window, settings)}
         defaults = {row.name: row.default for row in _functions.settings(method)}
@@ -148,6 +151,15 @@ class Session(Handle):
 
     def least_tokens(self, q: Any) -> int:
         return self.min_tokens if self.min_tokens is not None else MIN_TOKENS["cuda" if q.is_cuda else "cpu"]
+
+
+def refuse_mistyped(settings: Mapping[str, Any], method: str):
+    """Raises for a name that is nearer to one of a host's own than to a setting; of the others the library says which is near."""
+    known = [row.name for row in _functions.settings(method)]
+    for name in settings:
+        meant = [] if name in known else difflib.get_close_matches(name, [*OF_HOSTS, *known], n=1)
+        if meant and meant[0] in OF_HOSTS:
+            raise ValueError(f'setting: there is no "{name}" (did you mean "{meant[0]}"?)')
 
 
 def rope_counts(rope: Any) -> tuple[int, int, int]:
