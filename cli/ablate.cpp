@@ -2,17 +2,33 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <filesystem>
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "ablation.h"
+#include "bounds.h"
+#include "commands.h"
+#include "core/built_from.h"
+#include "json.h"
+#include "machine.h"
 #include "measure/video_quality.h"
+#include "method.h"
 #include "methods/methods.h"
 #include "outputs.h"
+#include "parse.h"
+#include "statistics.h"
+#include "target_notes.h"
+#include "terminal.h"
 #include "video/media.h"
 #include "video_run.h"
 

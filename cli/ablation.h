@@ -7,9 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "common.h"
 #include "matching.h"
+#include "method.h"
+#include "pipeline/plan.h"
 #include "plot.h"
+#include "statistics.h"
 
 namespace scope::cli::ablation {
 

@@ -3,8 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
+#include <vector>
 
 #include "ablation.h"
+#include "io/file.h"
+#include "json.h"
+#include "machine.h"
+#include "statistics.h"
 #include "video/fields.h"
 
 namespace scope::cli::ablation {

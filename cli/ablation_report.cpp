@@ -5,8 +5,16 @@
 #include <cmath>
 #include <map>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "ablation.h"
+#include "io/file.h"
+#include "method.h"
+#include "parse.h"
+#include "plot.h"
+#include "statistics.h"
+#include "terminal.h"
 
 namespace scope::cli::ablation {
 

@@ -1,12 +1,28 @@
 // scope attend: one call on q, k, v from a file.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstring>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
 
-#include "common.h"
+#include "bounds.h"
+#include "commands.h"
+#include "input.h"
 #include "io/npy.h"
 #include "io/safetensors.h"
+#include "json.h"
+#include "machine.h"
+#include "method.h"
 #include "outputs.h"
+#include "qkv.h"
+#include "runner.h"
+#include "target_notes.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

@@ -1,15 +1,29 @@
 // scope bench: stages and whole calls against our own dense attention, in one run, as a table and JSON.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstring>
 #include <ctime>
+#include <memory>
+#include <string>
+#include <vector>
 
-#include "common.h"
+#include "bounds.h"
+#include "commands.h"
+#include "core/built_from.h"
 #include "core/numeric.h"
+#include "json.h"
+#include "machine.h"
 #include "measure/synthetic.h"
+#include "method.h"
 #include "methods/methods.h"
 #include "outputs.h"
+#include "parse.h"
+#include "qkv.h"
+#include "runner.h"
+#include "statistics.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

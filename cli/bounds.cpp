@@ -3,8 +3,10 @@
 
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <charconv>
 #include <cmath>
+#include <string>
 
 #include "core/parallel.h"
 #include "io/file.h"

@@ -1,9 +1,13 @@
 // Numbers that an option takes, with their bounds in words.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <limits>
+
+namespace CLI {
+class App;
+class Validator;
+}  // namespace CLI
 
 namespace scope::cli {
 

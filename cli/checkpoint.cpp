@@ -6,6 +6,10 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <span>
+
+#include "bounds.h"
+#include "methods/methods.h"
 
 namespace scope::cli {
 

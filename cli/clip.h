@@ -1,7 +1,10 @@
 // A generated clip: a folder of PNG frames, and run.json where it was made by scope generate.
 #pragma once
 
-#include "common.h"
+#include <functional>
+#include <string>
+#include <vector>
+
 #include "measure/video_quality.h"
 #include "outputs.h"
 

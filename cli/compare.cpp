@@ -1,15 +1,30 @@
 // scope compare: methods side by side on one file's q, k, v, at matched density.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <string>
+#include <vector>
 
-#include "common.h"
+#include "bounds.h"
+#include "commands.h"
+#include "input.h"
+#include "json.h"
+#include "machine.h"
+#include "method.h"
 #include "methods/methods.h"
 #include "outputs.h"
+#include "parse.h"
 #include "plot.h"
+#include "qkv.h"
+#include "runner.h"
 #include "selection.h"
+#include "statistics.h"
+#include "target_notes.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

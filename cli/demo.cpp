@@ -1,11 +1,21 @@
 // scope demo: dense and SCOPE on one synthetic video grid, in one table.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
 
-#include "common.h"
+#include "bounds.h"
+#include "commands.h"
+#include "machine.h"
 #include "measure/synthetic.h"
 #include "methods/methods.h"
+#include "parse.h"
+#include "qkv.h"
+#include "runner.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

@@ -1,13 +1,22 @@
 // scope doctor: what this machine is, what this build can do on it, and a one-second self-test.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
 
-#include "common.h"
+#include "commands.h"
 #include "core/numeric.h"
+#include "json.h"
+#include "machine.h"
 #include "measure/synthetic.h"
 #include "methods/methods.h"
+#include "qkv.h"
+#include "runner.h"
 #include "stages/backends.h"
 
 namespace scope::cli {

@@ -1,10 +1,18 @@
 // scope evaluate: PSNR and SSIM of one clip against another.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <cmath>
+#include <memory>
+#include <string>
 
+#include "bounds.h"
 #include "clip.h"
+#include "commands.h"
+#include "json.h"
+#include "outputs.h"
 #include "plot.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

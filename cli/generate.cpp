@@ -5,18 +5,31 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <memory>
+#include <optional>
 #include <set>
+#include <string>
+#include <vector>
 
+#include "bounds.h"
 #include "checkpoint.h"
-#include "common.h"
+#include "commands.h"
+#include "core/built_from.h"
 #include "io/png.h"
 #include "io/safetensors.h"
+#include "json.h"
+#include "machine.h"
+#include "method.h"
 #include "outputs.h"
+#include "parse.h"
 #include "run_profile.h"
+#include "terminal.h"
 #include "video/folder.h"
 #include "video/media.h"
 #include "video/weights.h"

@@ -1,13 +1,19 @@
-// q, k, v with what a file or the flags say of them, for the commands that take them.
+// Reads q, k, v, and holds what a file says of them against the flags.
+#include "input.h"
+
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
-#include "common.h"
+#include "bounds.h"
 #include "io/npy.h"
 #include "io/safetensors.h"
+#include "method.h"
 #include "methods/models.h"
+#include "parse.h"
 
 namespace scope::cli {
 
@@ -53,6 +59,25 @@ std::string flag_or_metadata(const std::string& flag, const io::SafeTensors& fil
   if (!flag.empty()) return flag;
   const auto found = file.metadata.find(name);
   return found == file.metadata.end() ? "" : found->second;
+}
+
+Partition parse_subspaces(const std::string& text) {
+  const auto bad = [&](const char* why) {
+    fail(Status::invalid_argument, "subspaces: {}; expected JSON lists of channels such as [[0,1],[2,3]], got \"{}\"", why,
+         text.substr(0, 80));
+  };
+  const auto json = nlohmann::json::parse(text, nullptr, false);
+  if (!json.is_array() || json.empty()) bad("not a list");
+  Partition partition;
+  for (const auto& set : json) {
+    if (!set.is_array()) bad("not a list of lists");
+    auto& channels = partition.emplace_back();
+    for (const auto& channel : set) {
+      if (!channel.is_number_integer() || channel < 0 || channel > 100000) bad("a channel is not an index");
+      channels.push_back(channel.get<int32_t>());
+    }
+  }
+  return partition;
 }
 
 void describe(const InputFlags& flags, const std::string& model, const io::SafeTensors& file, Input& input) {
@@ -115,13 +140,6 @@ std::vector<uint32_t> last_tokens(int64_t text, int64_t batch, int64_t tokens) {
 }
 
 }  // namespace
-
-int64_t parse_samples(const std::string& text, const std::string& flag) {
-  if (text == "all") return std::numeric_limits<int64_t>::max();
-  const auto values = parse_list(flag, text, ',');
-  require(values.size() == 1, Status::invalid_argument, "{}: got \"{}\", expected a number or all", flag, text);
-  return values[0];
-}
 
 void InputFlags::add(CLI::App& app) {
   app.add_option("input", path, "a .safetensors file with q, k and v");

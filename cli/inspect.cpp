@@ -3,13 +3,24 @@
 
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <memory>
 
+#include "bounds.h"
+#include "commands.h"
+#include "json.h"
+#include "machine.h"
+#include "method.h"
 #include "methods/methods.h"
 #include "outputs.h"
+#include "parse.h"
 #include "plot.h"
+#include "runner.h"
+#include "statistics.h"
+#include "terminal.h"
 
 namespace scope::cli {
 
@@ -28,18 +39,6 @@ struct InspectOptions {
   int64_t head = 0, clusters = 10;
   int repeat = 3;
 };
-
-std::vector<int64_t> parse_indices(const char* name, const std::string& text) {
-  std::vector<int64_t> values;
-  for (const std::string& item : split(text, ',')) {
-    int64_t value = -1;
-    const auto [next, error] = std::from_chars(item.data(), item.data() + item.size(), value);
-    require(error == std::errc() && next == item.data() + item.size() && value >= 0, Status::invalid_argument,
-            "{}: got \"{}\", expected indices from 0, separated by ','", name, text);
-    values.push_back(value);
-  }
-  return values;
-}
 
 int64_t map_scale(const Grid& grid) { return std::clamp<int64_t>(160 / grid[2], 1, 10); }
 

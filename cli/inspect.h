@@ -1,7 +1,11 @@
 // Cluster maps of one head's keys, which scope inspect and scope report draw.
 #pragma once
 
-#include "common.h"
+#include <array>
+#include <string>
+#include <vector>
+
+#include "input.h"
 #include "measure/scoring.h"
 #include "picture.h"
 

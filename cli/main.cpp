@@ -4,16 +4,21 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <cerrno>
 #include <cstdio>
 #include <new>
 #include <sstream>
+#include <string>
 #include <system_error>
 #include <thread>
+#include <vector>
 
-#include "common.h"
+#include "commands.h"
 #include "core/nearest.h"
 #include "io/temporary.h"
+#include "json.h"
+#include "terminal.h"
 
 namespace {
 

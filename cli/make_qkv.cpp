@@ -1,13 +1,20 @@
 // scope make-qkv: structured synthetic q, k, v as a .safetensors file.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <cstring>
+#include <memory>
+#include <string>
 
-#include "common.h"
+#include "bounds.h"
+#include "commands.h"
 #include "core/numeric.h"
 #include "io/safetensors.h"
 #include "measure/synthetic.h"
 #include "outputs.h"
+#include "parse.h"
+#include "qkv.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

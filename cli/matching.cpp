@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/numeric.h"
 #include "stages/choices.h"
 
 namespace scope::cli::ablation {

@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "common.h"
+#include "methods/settings.h"
 
 namespace scope::cli::ablation {
 

@@ -1,18 +1,19 @@
-// Which method a command runs, with its settings, and what a target density took.
+// Reads methods, their settings and the points at which they are compared.
+#include "method.h"
+
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 
-#include "common.h"
 #include "methods/methods.h"
 #include "methods/models.h"
+#include "parse.h"
+#include "stages/choices.h"
 
 namespace scope::cli {
 
 namespace {
-
-constexpr double kCloseEnough = 0.005;  // of a density to its target
 
 // One setting that the user gave.
 struct Given {
@@ -47,29 +48,7 @@ std::vector<Given> given_settings(const std::string& text, const std::vector<std
   return all;
 }
 
-// Samples whose heads have floors with a mean of `most`; all heads of each follow one another.
-int64_t scaled_samples(const Settings& settings, std::span<const HeadStats> heads, double most) {
-  const auto n = static_cast<size_t>(settings.profile->heads);
-  int64_t found = 0;
-  for (size_t first = 0; first + n <= heads.size(); first += n) {
-    double mean = 0;
-    for (const HeadStats& head : heads.subspan(first, n)) mean += head.alpha / static_cast<double>(n);
-    found += heads[first].groups > 0 && std::abs(mean - most) < 1e-9 ? 1 : 0;
-  }
-  return found;
-}
-
 }  // namespace
-
-std::vector<std::string> split(std::string_view text, char separator) {
-  std::vector<std::string> parts;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t end = std::min(text.find(separator, at), text.size());
-    parts.emplace_back(text.substr(at, end - at));
-    at = end + 1;
-  }
-  return parts;
-}
 
 std::vector<std::string> split_methods(std::string_view text) {
   std::vector<std::string> methods;
@@ -117,11 +96,9 @@ bool gives(const std::string& text, const std::vector<std::string>& set, std::st
   return std::any_of(all.begin(), all.end(), [&](const Given& given) { return given.name == name; });
 }
 
-void MethodFlags::add(CLI::App& app, bool with_method) {
-  if (with_method) {
-    app.add_option("--method", method, "a row of `scope methods`; settings may follow, as scope:partition=even:8+rho=0.8")
-        ->capture_default_str();
-  }
+void MethodFlags::add(CLI::App& app) {
+  app.add_option("--method", method, "a row of `scope methods`; settings may follow, as scope:partition=even:8+rho=0.8")
+      ->capture_default_str();
   app.add_option("--model", model, "take rho and the schedule of a known model (see `scope methods`)");
   app.add_option("--set", set, "one setting, as name=value; repeat for more (see `scope methods`)")->allow_extra_args(false);
 }
@@ -185,44 +162,6 @@ Settings PointFlags::at(Settings settings, double point, const std::string& name
   settings.rho = point;
   settings.target_density = 0;
   return settings;
-}
-
-std::vector<std::string> target_notes(const Runner& runner, double target, const std::string& method) {
-  if (target == 0 || runner.stats.reason != Reason::sparse) return {};
-  return target_notes(runner.plan().settings, runner.stats.density, runner.head_stats, target, method);
-}
-
-std::vector<std::string> target_notes(const Settings& settings, double density, std::span<const HeadStats> heads,
-                                      double target, const std::string& method) {
-  const bool least =
-      std::all_of(heads.begin(), heads.end(), [](const HeadStats& head) { return head.groups == 0 || head.rho == 0; });
-  require(!least || density <= target + kCloseEnough, Status::unsupported,
-          "target density: got {}, and the least that {} keeps here is {:.4f}", target, method, density);
-  std::vector<std::string> notes;
-  const int floor = row(settings.rule).floor;
-  const double most = floor > 0 ? target / floor : 1;
-  const auto lowered = std::count_if(heads.begin(), heads.end(),
-                                     [&](const HeadStats& head) { return head.groups > 0 && head.alpha == most; });
-  if (floor > 0 && settings.profile != nullptr && settings.target_scope == TargetScope::sample) {
-    const int64_t samples = scaled_samples(settings, heads, most);
-    if (samples > 0) {
-      notes.push_back(
-          fmt::format("{}: least shares of the profile scaled to a mean of {}, 1/{} of the target density, in {} "
-                      "samples",
-                      method, most, floor, samples));
-    }
-  } else if (floor > 0 && settings.profile != nullptr && lowered > 0) {
-    notes.push_back(
-        fmt::format("{}: least shares of the profile lowered to {}, 1/{} of the target density, in {} of {} heads", method,
-                    most, floor, lowered, heads.size()));
-  } else if (settings.alpha > most && !(settings.alpha_first && settings.alpha < target)) {
-    notes.push_back(
-        fmt::format("{}: alpha lowered from {} to {}, 1/{} of the target density", method, settings.alpha, most, floor));
-  }
-  if (std::abs(density - target) > kCloseEnough) {
-    notes.push_back(fmt::format("{}: density {:.4f} is the nearest to {} that can be reached", method, density, target));
-  }
-  return notes;
 }
 
 }  // namespace scope::cli

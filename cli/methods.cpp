@@ -3,8 +3,14 @@
 
 #include <fmt/format.h>
 
-#include "common.h"
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "commands.h"
+#include "io/file.h"
+#include "json.h"
 #include "methods/models.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

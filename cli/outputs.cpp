@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "json.h"
+#include "terminal.h"
+
 namespace scope::cli {
 
 namespace fs = std::filesystem;

@@ -2,8 +2,12 @@
 #pragma once
 
 #include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
 
-#include "common.h"
+#include "input.h"
 #include "io/temporary.h"
 
 namespace scope::cli {

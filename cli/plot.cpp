@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "common.h"
+#include "json.h"
 
 namespace scope::cli {
 

@@ -1,11 +1,23 @@
 // scope profile: how dense the exact attention of each head is, as SVOO's offline profile, from q, k, v or other profiles.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <charconv>
+#include <memory>
+#include <string>
+#include <vector>
 
-#include "common.h"
+#include "bounds.h"
+#include "commands.h"
+#include "input.h"
+#include "json.h"
+#include "machine.h"
+#include "measure/recall.h"
 #include "outputs.h"
+#include "parse.h"
+#include "qkv.h"
 #include "run_profile.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

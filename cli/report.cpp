@@ -1,12 +1,22 @@
 // scope report: clips side by side, with their quality, times and settings, as one page that fetches nothing.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
+#include <memory>
 #include <set>
+#include <string>
+#include <vector>
 
+#include "bounds.h"
 #include "clip.h"
+#include "commands.h"
+#include "input.h"
 #include "inspect.h"
+#include "json.h"
+#include "outputs.h"
+#include "terminal.h"
 
 namespace scope::cli {
 

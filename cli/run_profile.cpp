@@ -1,5 +1,10 @@
 // Measures the calls of a dense generation, and keeps the higher densities where there is a profile already.
 #include "run_profile.h"
+
+#include "measure/recall.h"
+#include "parse.h"
+#include "terminal.h"
+
 namespace scope::cli {
 
 RunProfile::RunProfile(std::string path, const std::string& samples, const Settings& settings,

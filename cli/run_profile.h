@@ -1,7 +1,10 @@
 // The profile of a dense generation: how dense the attention of each of its calls with the prompt is.
 #pragma once
 
-#include "common.h"
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
 #include "methods/profile.h"
 #include "video/model.h"
 

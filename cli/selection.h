@@ -1,7 +1,9 @@
 // A selection that anyone made: which keys each group of queries keeps, from a file.
-#pragma once
+#include <string>
+#include <vector>
 
-#include "common.h"
+#include "input.h"
+#pragma once
 
 namespace scope::cli {
 

@@ -1,14 +1,28 @@
 // scope steps: how long a model takes on this machine, by passes with random weights, before anyone has the real ones.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
 
+#include "bounds.h"
 #include "checkpoint.h"
-#include "common.h"
+#include "commands.h"
+#include "core/built_from.h"
+#include "json.h"
+#include "machine.h"
+#include "method.h"
 #include "methods/methods.h"
 #include "outputs.h"
+#include "parse.h"
+#include "runner.h"
+#include "terminal.h"
 #include "video/footprint.h"
 #include "video/self_attention.h"
 #include "video_run.h"

@@ -8,8 +8,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <set>
 
 #include "io/png.h"
+#include "machine.h"
 #include "methods/methods.h"
 #include "video/footprint.h"
 #include "video/weights.h"
@@ -107,25 +109,6 @@ void check_example(const std::string& path, const io::SafeTensors& file, int64_t
   const auto found = file.tensors.find("prompt_embeds");
   require(example == 0 || found == file.tensors.end() || found->second.shape.size() == 3, Status::shape,
           "--example: got {}, and prompt_embeds of {} is one sample", example, path);
-}
-
-std::array<int64_t, 3> parse_grid(const std::string& text) {
-  const auto values = parse_list("--grid", text, 'x');
-  require(values.size() == 3, Status::invalid_argument, "--grid: got \"{}\", expected TxHxW in tokens", text);
-  return {values[0], values[1], values[2]};
-}
-
-std::set<int64_t> parse_set(const char* name, const std::string& text, int64_t end) {
-  std::set<int64_t> out;
-  for (int64_t i = 0; text.empty() && i < end; ++i) out.insert(i);
-  if (text.empty()) return out;
-  for (const std::string& item : split(text, ',')) {
-    const bool digits = !item.empty() && item.size() < 10 && item.find_first_not_of("0123456789") == std::string::npos;
-    require(digits && std::stoll(item) < end, Status::invalid_argument,
-            "{}: got \"{}\", expected numbers in 0..{} separated by commas", name, text, end - 1);
-    out.insert(std::stoll(item));
-  }
-  return out;
 }
 
 std::string checked_compute(const Context& context, const std::string& text) {

@@ -1,9 +1,12 @@
 // What the commands that generate share: the model's folder, the inputs of the bundled model, and the figures of a run.
 #pragma once
 
-#include <set>
+#include <array>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
 
-#include "common.h"
 #include "io/safetensors.h"
 #include "methods/models.h"
 #include "video/folder.h"
@@ -29,9 +32,6 @@ int64_t prompt_length(const std::string& path, const io::SafeTensors& file, cons
                       int64_t pick);
 // Refuses an example other than 0 of a file that holds one sample.
 void check_example(const std::string& path, const io::SafeTensors& file, int64_t example);
-std::array<int64_t, 3> parse_grid(const std::string& text);
-// Numbers in 0..end - 1, separated by commas; all of them where nothing is said.
-std::set<int64_t> parse_set(const char* name, const std::string& text, int64_t end);
 // The value of --compute, f32 or bf16; empty: the finest that the backend takes.
 std::string checked_compute(const Context& context, const std::string& text);
 std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute);
