@@ -165,9 +165,8 @@ class Ablation {
     for (int64_t seed = begin; seed < options_.seeds; ++seed) {  // counted from the first
       const Video dense = make_video(model, seed, "dense", parse_method("dense", ""));
       if (seed == begin && runs > 1) {
-        tell("{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n",
-             isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", runs, dense.sample.seconds,
-             duration(dense.sample.seconds * static_cast<double>(runs)));
+        tell("{}{} videos; the first dense one took {:.1f} s, which makes {} at its pace\n", over_progress(), runs,
+             dense.sample.seconds, duration(dense.sample.seconds * static_cast<double>(runs)));
       }
       found_.dense.push_back(compare(dense, dense));
       for (Row& row : found_.rows) {

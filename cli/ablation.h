@@ -50,8 +50,6 @@ std::vector<double> each(const std::vector<Result>& results, F value) {
   return out;
 }
 
-double deviation(const std::vector<double>& x);  // of the seeds, as a sample: n - 1; NaN for one seed
-
 // How many times faster than dense, the median over seeds: self-attention of the calls that ran sparse, and the whole run.
 double call_speedup(const Row& row);
 double run_speedup(const Row& row);

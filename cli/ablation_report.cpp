@@ -22,11 +22,6 @@ namespace {
 
 constexpr double kRunTolerance = 0.03;  // of a target density that a run is to meet
 
-double median(std::vector<double> x) {
-  std::sort(x.begin(), x.end());
-  return (x[(x.size() - 1) / 2] + x[x.size() / 2]) / 2;
-}
-
 std::string decibel_text(double psnr) { return std::isinf(psnr) ? "equal" : fmt::format("{:.2f}", psnr); }
 std::string spread(double deviation) { return std::isfinite(deviation) ? fmt::format(" ± {:.2f}", deviation) : ""; }
 std::string psnr_text(const Row& row) {
@@ -91,13 +86,6 @@ void print_notes(const Findings& found) {
 }
 
 }  // namespace
-
-double deviation(const std::vector<double>& x) {
-  const double centre = mean(x);
-  double sum = 0;
-  for (const double value : x) sum += (value - centre) * (value - centre);
-  return std::sqrt(sum / static_cast<double>(x.size() - 1));
-}
 
 double call_speedup(const Row& row) {
   return median(each(row.results, [](const Result& r) { return r.same_calls_dense / r.sparse_calls(); }));

@@ -3,8 +3,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cstring>
-#include <ctime>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,10 +10,9 @@
 #include "bounds.h"
 #include "commands.h"
 #include "core/built_from.h"
-#include "core/numeric.h"
+#include "input.h"
 #include "json.h"
 #include "machine.h"
-#include "measure/synthetic.h"
 #include "method.h"
 #include "methods/methods.h"
 #include "outputs.h"
@@ -54,13 +51,11 @@ struct Variant {
   std::vector<CallStats> runs;
 };
 
-template <class Field>
-double median(const std::vector<CallStats>& runs, Field field) {
+double median(const std::vector<CallStats>& runs, double CallStats::*field) {
   std::vector<double> values;
   values.reserve(runs.size());
   for (const CallStats& run : runs) values.push_back(run.*field);
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
+  return upper_median(std::move(values));
 }
 
 // Whether first_sample means something to the method.
@@ -92,98 +87,112 @@ std::vector<Variant> make_variants(const Settings& base, double density) {
   return variants;
 }
 
-nlohmann::ordered_json run_case(const Case& c, const BenchOptions& options, const Context& context) {
-  const SyntheticSpec spec{
-      {c.grid[0], c.grid[1], c.grid[2]}, parse_list("--rope", options.rope, ','), c.heads, options.seed};
-  const Qkv qkv = synthetic_qkv(spec, options.dtype, *context.exec().pool);
-  std::vector<Variant> variants =
-      make_variants(options.method.settings({.layer = false, .step = false, .device = options.machine.on_device()},
-                                            fmt::format("{}", c.density)),
-                    c.density);
-  CallArgs args;
-  args.q = qkv.view(qkv.q, qkv.q_tokens);
-  args.k = qkv.view(qkv.k, qkv.k_tokens);
-  args.v = qkv.view(qkv.v, qkv.k_tokens);
-  const Shape shape{.batch = 1,
-                    .heads = qkv.heads,
-                    .q_tokens = qkv.q_tokens,
-                    .k_tokens = qkv.k_tokens,
-                    .dim = qkv.dim,
-                    .dtype = qkv.dtype,
-                    .rope = qkv.rope,
-                    .subspaces = {}};
-  {
-    Progress progress(fmt::format("{} heads x {} tokens", c.heads, qkv.q_tokens),
-                      static_cast<int64_t>(variants.size()) * (options.repeat + 1));
+void time_variants(std::vector<Variant>& variants, const Input& input, const BenchOptions& options, const Context& context) {
+  Progress progress(fmt::format("{} heads x {} tokens", input.qkv.heads, input.qkv.q_tokens),
+                    static_cast<int64_t>(variants.size()) * (options.repeat + 1));
+  for (Variant& variant : variants) {
+    variant.runner = std::make_unique<Runner>(context, variant.settings, input.shape());
+    variant.runner->fetch = options.quality > 0;
+    if (options.quality > 0 && !variant.settings.dense) variant.runner->want_selection();
+    if (variant.warm) {
+      variant.runner->init_state();
+      variant.runner->run(input.args());
+    }
+    progress.step(variant.name);
+  }
+  // Interleaved, so that whatever else the machine does hits every variant alike.
+  for (int i = 0; i < options.repeat; ++i) {
     for (Variant& variant : variants) {
-      variant.runner = std::make_unique<Runner>(context, variant.settings, shape);
-      variant.runner->fetch = options.quality > 0;
-      if (options.quality > 0 && !variant.settings.dense) variant.runner->want_selection();
-      if (variant.warm) {
-        variant.runner->init_state();
-        variant.runner->run(args);
-      }
+      variant.runner->run(input.args());
+      variant.runs.push_back(variant.runner->stats);
       progress.step(variant.name);
     }
-    // Interleaved, so that whatever else the machine does hits every variant alike.
-    for (int i = 0; i < options.repeat; ++i) {
-      for (Variant& variant : variants) {
-        variant.runner->run(args);
-        variant.runs.push_back(variant.runner->stats);
-        progress.step(variant.name);
-      }
-    }
   }
-  const double dense = median(variants[0].runs, &CallStats::total);
-  const double flop = 4.0 * static_cast<double>(qkv.q_tokens) * static_cast<double>(qkv.k_tokens) *
-                      static_cast<double>(qkv.dim) * static_cast<double>(qkv.heads);
+}
+
+// Of a variant's runs.
+struct Figures {
+  double total = 0, speedup = 0, density = 0;
+  double gflops = 0;     // of attend
+  Quality quality = {};  // of no queries where it was not measured
+};
+
+nlohmann::ordered_json row_json(const Variant& variant, const Figures& figures) {
+  nlohmann::ordered_json row{{"name", variant.name},
+                             {"density", figures.density},
+                             {"seconds", figures.total},
+                             {"speedup", figures.speedup},
+                             {"attend_gflops", figures.gflops}};
+  for (const auto& [name, field] :
+       std::initializer_list<std::pair<const char*, double CallStats::*>>{{"check", &CallStats::check},
+                                                                          {"group", &CallStats::group},
+                                                                          {"encode", &CallStats::encode},
+                                                                          {"score", &CallStats::score},
+                                                                          {"select", &CallStats::select},
+                                                                          {"attend", &CallStats::attend}}) {
+    row["stages"][name] = median(variant.runs, field);
+  }
+  if (figures.quality.queries > 0) {
+    row["quality"] = {{"queries", figures.quality.queries},
+                      {"mass_recall", figures.quality.mass_recall},
+                      {"mass_interval", figures.quality.mass_interval},
+                      {"oracle_recall", figures.quality.oracle_recall},
+                      {"error", figures.quality.error}};
+  }
+  if (!variant.settings.dense) row["settings"] = settings_json(variant.runner->plan().settings);
+  row["groups"] = variant.runner->plan().groups;
+  row["codes"] = variant.runner->plan().codes;
+  row["arithmetic"] = variant.runner->stats.arithmetic;
+  row["kernel"] = variant.runner->stats.kernel;
+  return row;
+}
+
+void print_heading(const Case& c, const Qkv& qkv, const BenchOptions& options, const Context& context) {
   fmt::print("\n{}\n", bold(fmt::format("{} heads x {} tokens ({}) x {}, {}, density {}, {} threads, {}", c.heads,
                                         qkv.q_tokens, fmt::join(c.grid, "x"), qkv.dim, options.dtype, c.density,
                                         context.threads(), context.instruction_set())));
   fmt::print("  {:<22} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8}{}\n", "", "density", "total ms",
              "speedup", "group", "encode", "score", "select", "attend", "GFLOP/s", "products",
              options.quality > 0 ? "  mass recall" : "");
+}
+
+void print_row(const Variant& variant, const Figures& figures) {
+  const auto ms = [&](double CallStats::*field) { return 1e3 * median(variant.runs, field); };
+  const std::string recall = figures.quality.queries > 0 ? fmt::format("  {:.4f} ± {:.4f}", figures.quality.mass_recall,
+                                                                       figures.quality.mass_interval)
+                                                         : "";
+  fmt::print("  {:<22} {:>8.4f} {:>9.1f} {:>8.2f}x {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>9.1f} {:>8}{}\n",
+             variant.name, figures.density, 1e3 * figures.total, figures.speedup, ms(&CallStats::group),
+             ms(&CallStats::encode), ms(&CallStats::score), ms(&CallStats::select), ms(&CallStats::attend), figures.gflops,
+             variant.runner->stats.arithmetic, recall);
+}
+
+nlohmann::ordered_json run_case(const Case& c, const BenchOptions& options, const Context& context) {
+  const SyntheticSpec spec{
+      {c.grid[0], c.grid[1], c.grid[2]}, parse_list("--rope", options.rope, ','), c.heads, options.seed};
+  const Input input{.qkv = synthetic_qkv(spec, options.dtype, *context.exec().pool)};
+  const Qkv& qkv = input.qkv;
+  std::vector<Variant> variants =
+      make_variants(options.method.settings({.layer = false, .step = false, .device = options.machine.on_device()},
+                                            fmt::format("{}", c.density)),
+                    c.density);
+  time_variants(variants, input, options, context);
+  const double dense = median(variants[0].runs, &CallStats::total);
+  const double flop = 4.0 * static_cast<double>(qkv.q_tokens) * static_cast<double>(qkv.k_tokens) *
+                      static_cast<double>(qkv.dim) * static_cast<double>(qkv.heads);
+  print_heading(c, qkv, options, context);
   nlohmann::ordered_json result{{"grid", c.grid},          {"heads", c.heads},       {"tokens", qkv.q_tokens},
                                 {"dim", qkv.dim},          {"dtype", options.dtype}, {"density", c.density},
                                 {"repeat", options.repeat}};
-  for (Variant& variant : variants) {
+  for (const Variant& variant : variants) {
     const double total = median(variant.runs, &CallStats::total), attend = median(variant.runs, &CallStats::attend);
     const double density = variant.runner->stats.density;
-    std::string recall;
-    nlohmann::ordered_json row{{"name", variant.name},
-                               {"density", density},
-                               {"seconds", total},
-                               {"speedup", dense / total},
-                               {"attend_gflops", flop * density / attend / 1e9}};
-    for (const auto& [name, field] :
-         std::initializer_list<std::pair<const char*, double CallStats::*>>{{"check", &CallStats::check},
-                                                                            {"group", &CallStats::group},
-                                                                            {"encode", &CallStats::encode},
-                                                                            {"score", &CallStats::score},
-                                                                            {"select", &CallStats::select},
-                                                                            {"attend", &CallStats::attend}}) {
-      row["stages"][name] = median(variant.runs, field);
-    }
+    Figures figures{.total = total, .speedup = dense / total, .density = density, .gflops = flop * density / attend / 1e9};
     if (options.quality > 0) {
-      const Quality quality = measure(context, qkv, *variant.runner, variant.settings.dense, options.quality);
-      recall = fmt::format("  {:.4f} ± {:.4f}", quality.mass_recall, quality.mass_interval);
-      row["quality"] = {{"queries", quality.queries},
-                        {"mass_recall", quality.mass_recall},
-                        {"mass_interval", quality.mass_interval},
-                        {"oracle_recall", quality.oracle_recall},
-                        {"error", quality.error}};
+      figures.quality = measure(context, qkv, *variant.runner, variant.settings.dense, options.quality);
     }
-    if (!variant.settings.dense) row["settings"] = settings_json(variant.runner->plan().settings);
-    row["groups"] = variant.runner->plan().groups;
-    row["codes"] = variant.runner->plan().codes;
-    row["arithmetic"] = variant.runner->stats.arithmetic;
-    row["kernel"] = variant.runner->stats.kernel;
-    const auto ms = [&](double CallStats::*field) { return 1e3 * median(variant.runs, field); };
-    fmt::print("  {:<22} {:>8.4f} {:>9.1f} {:>8.2f}x {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>8.1f} {:>9.1f} {:>8}{}\n",
-               variant.name, density, 1e3 * total, dense / total, ms(&CallStats::group), ms(&CallStats::encode),
-               ms(&CallStats::score), ms(&CallStats::select), ms(&CallStats::attend), flop * density / attend / 1e9,
-               variant.runner->stats.arithmetic, recall);
-    result["rows"].push_back(row);
+    print_row(variant, figures);
+    result["rows"].push_back(row_json(variant, figures));
   }
   const Settings& method = variants[1].settings;
   if (samples_first(method)) {
@@ -199,13 +208,10 @@ nlohmann::ordered_json run_case(const Case& c, const BenchOptions& options, cons
 std::vector<Case> cases(const BenchOptions& options) {
   if (options.suite) return {{{16, 32, 32}, 2, 0.20}, {{21, 45, 80}, 1, 0.15}};
   std::vector<double> densities;
-  size_t at = 0;
-  while (at <= options.density.size()) {
-    const size_t comma = std::min(options.density.find(',', at), options.density.size());
+  for (const std::string& text : split(options.density, ',')) {
     Settings check;
-    set_setting(check, "density", options.density.substr(at, comma - at));
+    set_setting(check, "density", text);
     densities.push_back(check.density);
-    at = comma + 1;
   }
   std::vector<Case> list;
   if (options.sweep) {

@@ -248,15 +248,11 @@ class Comparison {
       attend.push_back(runner.stats.attend);
       total.push_back(runner.stats.total);
     }
-    const auto median = [](std::vector<double>& x) {
-      std::sort(x.begin(), x.end());
-      return x[x.size() / 2];
-    };
     CompareRow row{.method = name,
                    .density = runner.stats.density,
-                   .selection = median(selection),
-                   .attend = median(attend),
-                   .total = median(total),
+                   .selection = upper_median(selection),
+                   .attend = upper_median(attend),
+                   .total = upper_median(total),
                    .dense = dense,
                    .quality = {},
                    .notes = {}};

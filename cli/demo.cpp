@@ -2,15 +2,14 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "bounds.h"
 #include "commands.h"
+#include "input.h"
 #include "machine.h"
-#include "measure/synthetic.h"
 #include "methods/methods.h"
 #include "parse.h"
 #include "qkv.h"
@@ -45,35 +44,24 @@ void run(const DemoOptions& options) {
       {"+ first-order tail", "scope-exact", {{"rule", "target"}, {"density", "0.1"}, {"tail", "first_order"}}},
       {"scope, rule=online", "scope", {}}};
   auto progress = std::make_unique<Progress>("scope demo", static_cast<int64_t>(3 * rows.size() + 1));
-  const Qkv qkv = synthetic_qkv(spec, dtype_name(finest_dtype(context)), *context.exec().pool);
+  const Input input{.qkv = synthetic_qkv(spec, dtype_name(finest_dtype(context)), *context.exec().pool)};
+  const Qkv& qkv = input.qkv;
   progress->step("data");
-  CallArgs args;
-  args.q = qkv.view(qkv.q, qkv.q_tokens);
-  args.k = qkv.view(qkv.k, qkv.k_tokens);
-  args.v = qkv.view(qkv.v, qkv.k_tokens);
 
   std::string table, stages;
   double dense_seconds = 0, top_mass = 0;
   for (const DemoRow& row : rows) {
     Settings settings = find_method(row.method).settings();
     for (const auto& [name, value] : row.set) set_setting(settings, name, value);
-    Runner runner(context, settings,
-                  {.batch = 1,
-                   .heads = qkv.heads,
-                   .q_tokens = qkv.q_tokens,
-                   .k_tokens = qkv.k_tokens,
-                   .dim = qkv.dim,
-                   .dtype = qkv.dtype,
-                   .rope = spec.rope,
-                   .subspaces = {}});
+    Runner runner(context, settings, input.shape());
     if (!settings.dense) {
       runner.want_selection();
       runner.init_state();
     }
-    runner.run(args);
+    runner.run(input.args());
     const double cold = runner.stats.total;
     progress->step(row.name);
-    runner.run(args);
+    runner.run(input.args());
     const double warm = runner.stats.total;
     const CallStats& s = runner.stats;
     progress->step(row.name);

@@ -11,6 +11,7 @@
 
 #include "commands.h"
 #include "core/numeric.h"
+#include "input.h"
 #include "json.h"
 #include "machine.h"
 #include "measure/synthetic.h"
@@ -27,25 +28,13 @@ namespace {
 void self_test(const Context& context) {
   const SyntheticSpec spec{{4, 12, 16}, {44, 42, 42}, 2, 7};
   const bool f32 = finest_dtype(context) == DType::f32;
-  const Qkv qkv = synthetic_qkv(spec, f32 ? "f32" : "bf16", *context.exec().pool);
-  CallArgs args;
-  args.q = qkv.view(qkv.q, qkv.q_tokens);
-  args.k = qkv.view(qkv.k, qkv.k_tokens);
-  args.v = qkv.view(qkv.v, qkv.k_tokens);
+  const Input input{.qkv = synthetic_qkv(spec, f32 ? "f32" : "bf16", *context.exec().pool)};
   const auto attend = [&](const char* method, std::initializer_list<std::pair<const char*, const char*>> set) {
     Settings settings = find_method(method).settings();
     for (const auto& [name, value] : set) set_setting(settings, name, value);
-    auto runner = std::make_unique<Runner>(context, settings,
-                                           Shape{.batch = 1,
-                                                 .heads = qkv.heads,
-                                                 .q_tokens = qkv.q_tokens,
-                                                 .k_tokens = qkv.k_tokens,
-                                                 .dim = qkv.dim,
-                                                 .dtype = qkv.dtype,
-                                                 .rope = spec.rope,
-                                                 .subspaces = {}});
+    auto runner = std::make_unique<Runner>(context, settings, input.shape());
     if (!settings.dense) runner->want_selection();
-    runner->run(args);
+    runner->run(input.args());
     return runner;
   };
   const auto dense = attend("dense", {}), whole = attend("scope", {{"rho", "1"}});
@@ -64,7 +53,7 @@ void self_test(const Context& context) {
   for (size_t i = 0; i < dense->out.size() / (f32 ? 4 : 2); ++i) {
     largest = std::max(largest, std::abs(value(*dense, i) - value(*whole, i)));
   }
-  const Quality quality = measure(context, qkv, *sparse, false, 64);
+  const Quality quality = measure(context, input.qkv, *sparse, false, 64);
   require(largest < (f32 ? 1e-4 : 0.05), Status::internal, "self-test: rho = 1 differs from dense by {}", largest);
   require(std::abs(sparse->stats.density - 0.2) < 0.01, Status::internal, "self-test: asked for density 0.2, got {}",
           sparse->stats.density);

@@ -42,11 +42,6 @@ struct InspectOptions {
 
 int64_t map_scale(const Grid& grid) { return std::clamp<int64_t>(160 / grid[2], 1, 10); }
 
-double quantile(std::vector<double> values, double share) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(std::lround(share * static_cast<double>(values.size() - 1)))];
-}
-
 // What a run wrote of one head, over the first `keys` keys.
 HeadProxy head_proxy(const Runner& runner, const Qkv& qkv, int64_t head, int64_t keys) {
   const Plan& plan = runner.plan();

@@ -47,7 +47,7 @@ void take_interrupts() {
     while (sigwait(&signals, &number) != 0) {
     }
     scope::io::abandon_temporaries();
-    scope::cli::tell("{}scope: interrupted\n", isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "");
+    scope::cli::tell("{}scope: interrupted\n", scope::cli::over_progress());
     _exit(128 + number);
   }).detach();
 }

@@ -2,15 +2,12 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <cstring>
 #include <memory>
 #include <string>
 
 #include "bounds.h"
 #include "commands.h"
-#include "core/numeric.h"
 #include "io/safetensors.h"
-#include "measure/synthetic.h"
 #include "outputs.h"
 #include "parse.h"
 #include "qkv.h"

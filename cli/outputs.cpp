@@ -2,7 +2,6 @@
 #include "outputs.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -183,7 +182,7 @@ void Outputs::keep_unfinished(const std::string& path, const nlohmann::ordered_j
   const auto lock = io::hold_interrupts();  // so that no empty file stays
   if (unfinished_.empty()) {
     unfinished_ = io::make_beside(path, "unfinished", false);
-    tell("{}what is done is kept in {} until all is\n", isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : "", unfinished_);
+    tell("{}what is done is kept in {} until all is\n", over_progress(), unfinished_);
   }
   write_json(unfinished_, json);
 }

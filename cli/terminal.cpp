@@ -12,6 +12,8 @@ double now_seconds() { return std::chrono::duration<double>(std::chrono::steady_
 
 std::string bold(const std::string& text) { return isatty(STDOUT_FILENO) == 1 ? "\x1b[1m" + text + "\x1b[0m" : text; }
 
+std::string over_progress() { return isatty(STDERR_FILENO) == 1 ? "\r\x1b[K" : ""; }
+
 Progress::Progress(std::string what, int64_t total)
     : what_(std::move(what)), total_(total), shown_(isatty(STDERR_FILENO) == 1), start_(now_seconds()) {}
 

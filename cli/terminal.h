@@ -31,6 +31,9 @@ class Progress {
   double start_;
 };
 
+// Before a message: takes back the line of progress, where stderr is a terminal.
+std::string over_progress();
+
 std::string bold(const std::string& text);  // only when stdout is a terminal
 double now_seconds();
 
