@@ -11,9 +11,9 @@
 
 #include "bounds.h"
 #include "clip.h"
+#include "cluster_maps.h"
 #include "commands.h"
 #include "input.h"
-#include "inspect.h"
 #include "json.h"
 #include "outputs.h"
 #include "terminal.h"

@@ -30,6 +30,8 @@ struct ClusterMaps {
 // K-means of the keys in each subspace of `settings`, 50 iterations over all of them.
 ClusterMaps make_cluster_maps(const Context& context, const Input& head, const Grid& grid, const Settings& settings,
                               int64_t clusters);
+// Pixels of a token's square.
+int64_t map_scale(const Grid& grid);
 // Subspaces down, frames across; a colour means the same in all of a row.
 PanelSection cluster_section(const ClusterMaps& maps, const std::vector<int64_t>& frames);
 
