@@ -1,4 +1,4 @@
-// What scope ablate finds: videos of variants beside the dense ones of their seeds, and what is said and written of them.
+// What scope ablate is asked for, and what it finds: videos of variants beside the dense ones of their seeds.
 #pragma once
 
 #include <array>
@@ -7,13 +7,28 @@
 #include <string>
 #include <vector>
 
+#include "core/built_from.h"
+#include "machine.h"
 #include "matching.h"
 #include "method.h"
 #include "pipeline/plan.h"
 #include "plot.h"
 #include "statistics.h"
+#include "video_inputs.h"
 
 namespace scope::cli::ablation {
+
+struct AblateOptions : VideoInputs {
+  std::string model = "tiny-wan", variants, suite, grid, clips, images, compute, profile, resume, output, csv, plot,
+              commit = scope::built_from();
+  PointFlags at{.set = {}, .density = "0.2", .rho = ""};
+  int64_t seeds = 8, first_seed = 0, steps = 0;    // 0: the model's
+  double shift = 0, guidance = 0, guidance_2 = 0;  // 0: the model's
+  bool no_control = false;
+  Match match = Match::call;
+  std::string choose;
+  MachineFlags machine;
+};
 
 // One table: its variants at each of its densities (or values of rho), judged against the first.
 struct Table {

@@ -9,6 +9,7 @@
 #include <span>
 
 #include "bounds.h"
+#include "io/safetensors.h"
 #include "methods/methods.h"
 
 namespace scope::cli {

@@ -1,4 +1,4 @@
-// Finds a model, reads what the bundled one is conditioned on, and sums up a run.
+// Finds a model and what is known of it, and sums up a run.
 #include "video_run.h"
 
 #include <fmt/format.h>
@@ -6,11 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <set>
 
-#include "io/png.h"
+#include "io/file.h"
 #include "machine.h"
 #include "methods/methods.h"
 #include "video/footprint.h"
@@ -59,58 +58,6 @@ std::string find_model_folder(const std::string& name, bool shapes) {
        shapes ? fmt::format("; shapes there: {}", fmt::join(bundled, ", ")) : "");
 }
 
-std::vector<float> take_floats(const std::string& path, const io::SafeTensors& file, const std::string& name,
-                               const std::vector<int64_t>& shape, int64_t pick) {
-  const auto found = file.tensors.find(name);
-  require(found != file.tensors.end(), Status::format, "{}: there is no tensor \"{}\"", path, name);
-  std::vector<int64_t> got = found->second.shape;
-  std::vector<float> values = io::with_path(path + ": " + name, [&] { return video::to_f32(found->second); });
-  require(std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); }), Status::non_finite,
-          "{}: {} holds NaN or Inf", path, name);
-  if (got.size() == shape.size() + 1) {
-    require(pick < got[0], Status::shape, "{}: {} holds {} samples, --example asks for {} (from 0)", path, name, got[0],
-            pick);
-    const auto each = static_cast<int64_t>(values.size()) / got[0];
-    values = std::vector<float>(values.begin() + pick * each, values.begin() + (pick + 1) * each);
-    got.erase(got.begin());
-  }
-  bool fits = got.size() == shape.size();
-  for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || got[i] == shape[i];
-  std::string expected;
-  for (const int64_t n : shape)
-    expected += fmt::format("{}{}", expected.empty() ? "" : ", ", n < 0 ? "n" : std::to_string(n));
-  require(fits, Status::shape, "{}: {} has shape [{}], expected [{}]", path, name, io::join(got), expected);
-  return values;
-}
-
-int64_t prompt_length(const std::string& path, const io::SafeTensors& file, const std::string& name, int64_t tokens,
-                      int64_t pick) {
-  const auto found = file.tensors.find(name);
-  if (found == file.tensors.end()) return tokens;
-  io::SafeTensors mask;  // as floats: not 0 is 1
-  io::Array& given = mask.tensors[name] = found->second;
-  const int64_t each = io::element_bytes(given.type), n = std::ssize(given.data) / each;
-  std::vector<float> ones(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i) {
-    const auto first = given.data.begin() + i * each;
-    ones[static_cast<size_t>(i)] = std::any_of(first, first + each, [](std::byte b) { return b != std::byte{0}; }) ? 1 : 0;
-  }
-  given.type = io::ElementType::f32;
-  given.data.resize(ones.size() * sizeof(float));
-  std::memcpy(given.data.data(), ones.data(), given.data.size());
-  ones = take_floats(path, mask, name, {tokens}, pick);
-  const auto length = std::find(ones.begin(), ones.end(), 0.0f) - ones.begin();
-  require(length > 0 && std::find(ones.begin() + length, ones.end(), 1.0f) == ones.end(), Status::format,
-          "{}: {} must begin with ones, and have none behind its first 0", path, name);
-  return length;
-}
-
-void check_example(const std::string& path, const io::SafeTensors& file, int64_t example) {
-  const auto found = file.tensors.find("prompt_embeds");
-  require(example == 0 || found == file.tensors.end() || found->second.shape.size() == 3, Status::shape,
-          "--example: got {}, and prompt_embeds of {} is one sample", example, path);
-}
-
 std::string checked_compute(const Context& context, const std::string& text) {
   const std::string finest = dtype_name(finest_dtype(context));
   require(text != "f32" || finest == "f32", Status::unsupported, "--compute: {} takes {}", context.backend().name, finest);
@@ -119,43 +66,6 @@ std::string checked_compute(const Context& context, const std::string& text) {
 
 std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute) {
   return video::make_engine(context, compute == "bf16" ? DType::bf16 : DType::f32);
-}
-
-void read_rgb_inputs(const VideoInputs& options, const std::string& folder, const video::Notes& notes,
-                     const video::ModelConfig& config, const std::array<int64_t, 3>& size, video::Request& request) {
-  const std::string examples = folder + "/examples.safetensors";
-  const std::string path = options.condition.empty() ? examples : options.condition;
-  const bool needs_file = notes.prompts || options.image.empty();
-  const io::SafeTensors file = needs_file ? io::read_safetensors(path) : io::SafeTensors{};
-  if (needs_file) check_example(path, file, options.example);
-  request.prompt.text = notes.prompts ? take_floats(path, file, "prompt_embeds", {-1, config.text_dim}, options.example)
-                                      : std::vector<float>(static_cast<size_t>(config.text_dim));
-  const int64_t guides = config.condition_channels - video::kRgbChannels;
-  require(guides >= 1 && guides <= video::kMostGuides && config.latent_channels == video::kRgbChannels, Status::format,
-          "{}: scope.json says rgb, which takes 25 to 28 channels and gives 12; config.json says {} and {}", folder,
-          config.latent_channels + config.condition_channels, config.latent_channels);
-  io::Image first;
-  if (!options.image.empty()) {
-    first = io::read_png(options.image);
-  } else {
-    const auto truth = file.tensors.find("truth");
-    require(truth != file.tensors.end() && truth->second.type == io::ElementType::u8 && truth->second.shape.size() == 5 &&
-                truth->second.shape[4] == 3 && truth->second.shape[1] >= 1,
-            Status::invalid_argument, "--image: {} holds no frames, so a first frame is needed", path);
-    const auto& shape = truth->second.shape;
-    require(options.example < shape[0], Status::shape, "--example: got {}, {} holds {} clips", options.example, path,
-            shape[0]);
-    first = {shape[2], shape[3], {}};
-    first.rgb.resize(static_cast<size_t>(shape[2] * shape[3] * 3));
-    const auto at = static_cast<size_t>(options.example * shape[1]) * first.rgb.size();
-    std::memcpy(first.rgb.data(), truth->second.data.data() + at, first.rgb.size());
-  }
-  try {
-    request.condition = video::first_frame_condition(first, size, guides);
-  } catch (const Error& error) {
-    fail(error.status(), "{}: {}", options.image.empty() ? "--image (not given; the example's is used)" : options.image,
-         error.what());
-  }
 }
 
 namespace {
@@ -267,6 +177,29 @@ nlohmann::ordered_json seconds_json(const video::Sample& sample) {
           {"sparse_attention", sparse},
           {"selection", selection},
           {"rest", sample.seconds - dense - sparse - selection}};
+}
+
+nlohmann::ordered_json calls_json(const video::Sample& sample, int64_t steps) {
+  auto out = nlohmann::ordered_json::array();
+  for (int64_t i = 0; i < steps; ++i) out.push_back(nlohmann::ordered_json::array());
+  for (const auto& call : sample.calls) {
+    const CallStats& s = call.stats;
+    std::vector<int64_t> budgets;
+    std::vector<double> densities;
+    for (const HeadStats& head : call.heads) {
+      budgets.push_back(head.head_budget);
+      densities.push_back(head.density);
+    }
+    nlohmann::ordered_json entry{{"density", s.density},
+                                 {"head_density", densities},
+                                 {"k_head", budgets},
+                                 {"dense", s.reason != Reason::sparse},
+                                 {"attention_seconds", s.attend},
+                                 {"selection_seconds", s.total - s.attend}};
+    if (call.branch > 0) entry["branch"] = call.branch;
+    out[static_cast<size_t>(call.step)].push_back(entry);
+  }
+  return out;
 }
 
 double mean_density(const video::Sample& sample) {
