@@ -11,6 +11,7 @@
 
 #include "bounds.h"
 #include "commands.h"
+#include "comparison.h"
 #include "input.h"
 #include "json.h"
 #include "machine.h"
@@ -18,7 +19,6 @@
 #include "methods/methods.h"
 #include "outputs.h"
 #include "parse.h"
-#include "plot.h"
 #include "qkv.h"
 #include "runner.h"
 #include "selection.h"
@@ -43,18 +43,6 @@ struct CompareOptions {
 struct Method {
   std::string name;
   Settings settings;
-};
-
-// One line of the table: medians over the repeated warm calls, quality of the last.
-struct CompareRow {
-  std::string method;
-  double point = 1;  // target density, or rho; NaN: a selection that was given
-  double density = 1;
-  double selection = 0, attend = 0, total = 0;  // seconds
-  double first_selection = 0;                   // of the first call, from random rows
-  double dense = 0;                             // a dense call just before, so that a machine that slows down slows both
-  Quality quality;
-  std::vector<std::string> notes;
 };
 
 double selection_seconds(const CallStats& stats) { return stats.group + stats.encode + stats.score + stats.select; }
@@ -85,9 +73,9 @@ std::vector<Method> parse_methods(const CompareOptions& options) {
   return methods;
 }
 
-class Comparison {
+class CompareRun {
  public:
-  explicit Comparison(const CompareOptions& options)
+  explicit CompareRun(const CompareOptions& options)
       : options_(options),
         methods_(parse_methods(options)),
         points_(options.at.points()),
@@ -113,13 +101,16 @@ class Comparison {
     }
     require(reads_subspaces, Status::invalid_argument, "--subspaces: none of --methods {} takes them", options.methods);
     samples_ = std::min(samples_, input_.qkv.q_tokens);
+    found_.setting = setting_line();
+    found_.at_rho = options.at.at_rho();
+    found_.repeat = options.repeat;
   }
 
   void run() {
     Progress progress("compare", 2 + static_cast<int64_t>(methods_.size() * (1 + points_.size()) + selections_.size()));
     make_exact();
     progress.step("exact");
-    dense_ = run_dense();
+    found_.dense = run_dense();
     progress.step("dense");
     for (const Method& method : methods_) {
       Runner first(context_, at(method, points_.front()), input_.shape());
@@ -127,40 +118,14 @@ class Comparison {
       first.run(args());
       progress.step(method.name);
       for (const double point : points_) {
-        rows_.push_back(run_method(method, point, first));
+        found_.rows.push_back(run_method(method, point, first));
         progress.step(fmt::format("{} at {}", method.name, point));
       }
     }
     for (const GivenSelection& selection : selections_) {
-      rows_.push_back(run_selection(selection));
+      found_.rows.push_back(run_selection(selection));
       progress.step(selection.name);
     }
-  }
-
-  void print() const {
-    fmt::print("{}\n\n", bold(setting_line()));
-    size_t width = 6;
-    for (const CompareRow& row : rows_) width = std::max(width, label(row).size());
-    fmt::print("{:<{}}  {:>7}  {:>17}  {:>13}  {:>8}  {:>8}  {:>9}  {:>9}  {:>7}\n", "", width, "density", "mass recall",
-               "oracle recall", "error", "cosine", "select ms", "attend ms", "speedup");
-    const auto line = [&](const CompareRow& row) {
-      const std::string select = std::isnan(row.selection) ? "not timed" : fmt::format("{:.1f}", 1e3 * row.selection);
-      fmt::print("{:<{}}  {:>7.4f}  {:>8.4f} ± {:.4f}  {:>13.4f}  {:>8.5f}  {:>8.5f}  {:>9}  {:>9.1f}  {:>6.2f}x\n",
-                 label(row), width, row.density, row.quality.mass_recall, row.quality.mass_interval,
-                 row.quality.oracle_recall, row.quality.error, row.quality.cosine, select, 1e3 * row.attend,
-                 row.dense / row.total);
-    };
-    line(dense_);
-    for (const CompareRow& row : rows_) line(row);
-    fmt::print("\n");
-    for (const CompareRow& row : rows_) {
-      for (const std::string& note : row.notes) fmt::print("{}\n", note);
-    }
-    fmt::print(
-        "mass recall: exact softmax mass on the selected keys, with its 95 % interval over the sampled queries;\n"
-        "oracle recall: share of the exact top 10 % of keys that was selected; error: |o - o*| / |o*| against float64;\n"
-        "times: median of {} warm calls; speedup: over a dense call just before them.\n",
-        options_.repeat);
   }
 
   nlohmann::ordered_json json() const {
@@ -170,48 +135,15 @@ class Comparison {
         {"queries_per_head", samples_},  {"repeat", options_.repeat}, {"machine", machine_json(context_)}};
     for (const Method& method : methods_) out["settings"][method.name] = settings_json(method.settings);
     for (const GivenSelection& selection : selections_) out["selections"][selection.name] = selection.path;
-    out["rows"].push_back(row_json(dense_));
-    for (const CompareRow& row : rows_) out["rows"].push_back(row_json(row));
+    out["rows"].push_back(row_json(found_, found_.dense));
+    for (const CompareRow& row : found_.rows) out["rows"].push_back(row_json(found_, row));
     return out;
   }
 
-  std::string csv() const {
-    std::string out;
-    for (const CompareRow* row : all_rows()) {
-      const auto json = row_json(*row);
-      std::vector<std::string> names, values;
-      for (const auto& [name, value] : json.items()) {
-        if (name == "notes") continue;
-        names.push_back(name);
-        values.push_back(value.is_string() ? "\"" + value.get<std::string>() + "\"" : value.dump());
-      }
-      if (out.empty()) out = fmt::format("{}\n", fmt::join(names, ","));
-      out += fmt::format("{}\n", fmt::join(values, ","));
-    }
-    return out;
-  }
-
-  Chart recall_chart() const {
-    return chart("Mass recall against density", "density", "mass recall", false, [](const CompareRow& row) {
-      return std::pair{row.density, row.quality.mass_recall};
-    });
-  }
-  Chart error_chart() const {
-    return chart("Output error against time", "milliseconds of a warm call", "relative error", true,
-                 [](const CompareRow& row) {
-                   return std::pair{1e3 * row.total, std::max(row.quality.error, 1e-9)};
-                 });
-  }
+  const Comparison& found() const { return found_; }
 
  private:
   Settings at(const Method& method, double point) const { return options_.at.at(method.settings, point, method.name); }
-  // A density is in the table anyway.
-  std::string label(const CompareRow& row) const {
-    return options_.at.at_rho() && &row != &dense_ && !std::isnan(row.point)
-               ? fmt::format("{} at rho {}", row.method, row.point)
-               : row.method;
-  }
-
   CallArgs args() const {
     CallArgs args = input_.args();
     args.place = options_.place;
@@ -308,44 +240,6 @@ class Comparison {
                        dtype_name(qkv.dtype), samples_, context_.threads(), context_.instruction_set());
   }
 
-  std::vector<const CompareRow*> all_rows() const {
-    std::vector<const CompareRow*> rows{&dense_};
-    for (const CompareRow& row : rows_) rows.push_back(&row);
-    return rows;
-  }
-
-  nlohmann::ordered_json row_json(const CompareRow& row) const {
-    return {{"method", row.method},
-            {options_.at.at_rho() ? "rho" : "target", row.point},
-            {"density", row.density},
-            {"mass_recall", row.quality.mass_recall},
-            {"mass_interval", row.quality.mass_interval},
-            {"oracle_recall", row.quality.oracle_recall},
-            {"retention", row.quality.retention},
-            {"error", row.quality.error},
-            {"cosine", row.quality.cosine},
-            {"selection_seconds", row.selection},
-            {"first_selection_seconds", row.first_selection},
-            {"attend_seconds", row.attend},
-            {"total_seconds", row.total},
-            {"dense_seconds", row.dense},
-            {"speedup", row.dense / row.total},
-            {"notes", row.notes}};
-  }
-
-  template <class Point>
-  Chart chart(const char* title, const char* x, const char* y, bool log, const Point& point) const {
-    Chart chart{
-        .title = title, .x_label = x, .y_label = y, .note = setting_line(), .log_x = log, .log_y = log, .series = {}};
-    for (const CompareRow& row : rows_) {
-      const auto same = [&](const Series& series) { return series.name == row.method; };
-      auto series = std::find_if(chart.series.begin(), chart.series.end(), same);
-      if (series == chart.series.end()) series = chart.series.insert(series, Series{row.method, {}});
-      series->points.push_back(point(row));
-    }
-    return chart;
-  }
-
   const CompareOptions& options_;
   std::vector<Method> methods_;
   std::vector<double> points_;
@@ -355,8 +249,7 @@ class Comparison {
   std::vector<GivenSelection> selections_;
   Runner dense_runner_;
   ExactHeads exact_;
-  CompareRow dense_;
-  std::vector<CompareRow> rows_;
+  Comparison found_;
 };
 
 void run(const CompareOptions& options) {
@@ -372,16 +265,17 @@ void run(const CompareOptions& options) {
     outputs.writes("--plots", recall);
     outputs.writes("--plots", error);
   }
-  Comparison comparison(options);
+  CompareRun comparison(options);
   comparison.run();
+  const Comparison& found = comparison.found();
   if (!options.json.empty()) write_json(outputs.open(options.json), comparison.json());
-  if (!options.csv.empty()) write_text(outputs.open(options.csv), comparison.csv());
+  if (!options.csv.empty()) write_text(outputs.open(options.csv), csv(found));
   if (!options.plots.empty()) {
-    write_text(outputs.open(recall), svg(comparison.recall_chart()));
-    write_text(outputs.open(error), svg(comparison.error_chart()));
+    write_text(outputs.open(recall), svg(recall_chart(found)));
+    write_text(outputs.open(error), svg(error_chart(found)));
   }
   outputs.place();
-  comparison.print();
+  print(found);
 }
 
 }  // namespace
