@@ -72,7 +72,9 @@ void add_dump(const Runner& runner, const Qkv& qkv, io::SafeTensors& out) {
   if (!plan.partition.empty()) out.metadata["subspaces"] = sets.dump();
 }
 
-void run(const AttendOptions& options) {
+bool writes_npy(const AttendOptions& options) { return options.output.ends_with(".npy"); }
+
+Settings checked_settings(const AttendOptions& options) {
   const Settings settings = options.method.settings({.layer = options.layer >= 0,
                                                      .step = options.step >= 0,
                                                      .state = !options.state.empty(),
@@ -84,9 +86,62 @@ void run(const AttendOptions& options) {
           "--step: needs --steps, and --steps needs --step");
   require(!settings.dense || (options.layer < 0 && options.step < 0), Status::invalid_argument,
           "{}: method dense has no schedule", options.layer >= 0 ? "--layer" : "--step");
-  const bool npy = options.output.ends_with(".npy");
-  require(!npy || (!options.dump && !options.lse), Status::invalid_argument,
+  require(!writes_npy(options) || (!options.dump && !options.lse), Status::invalid_argument,
           "--output: a .npy file holds one array; --dump and --lse need .safetensors");
+  return settings;
+}
+
+void check_subspaces(const AttendOptions& options, const Input& input, const Settings& settings) {
+  if (options.input.reads_subspaces(input, options.method.method, options.method.set, settings)) return;
+  const std::string why = why_idle(settings, "partition");
+  require(options.input.subspaces.empty(), Status::invalid_argument, "--subspaces: would do nothing for --method {}: {}",
+          options.method.method,
+          why.empty() ? fmt::format("rule {} keeps whole codes of one subspace", row(settings.rule).name) : why);
+}
+
+void load_state(const std::string& path, Runner& runner) {
+  runner.init_state();
+  if (!io::exists(path)) return;
+  const auto saved = io::read_file(path, runner.plan().state_bytes);
+  try {
+    runner.load_state(saved);
+  } catch (const Error& error) {
+    fail(Status::format, "{}: {}", path, error.what());
+  }
+}
+
+void write_out(const AttendOptions& options, const Qkv& qkv, const Settings& settings, const Runner& runner,
+               const std::vector<float>& lse, Outputs& outputs) {
+  std::vector<int64_t> shape{qkv.heads, qkv.q_tokens, qkv.dim};
+  if (qkv.batched) shape.insert(shape.begin(), qkv.batch);
+  const io::Array out{qkv.q.type, shape, runner.out};
+  if (writes_npy(options)) {
+    io::write_npy(outputs.open(options.output), out);
+    return;
+  }
+  io::SafeTensors result;
+  result.tensors["out"] = out;
+  result.metadata["settings"] = json_text(settings_json(settings));
+  if (options.lse) {
+    result.tensors["lse"] = to_array(io::ElementType::f32, {qkv.batch, qkv.heads, qkv.q_tokens}, lse.data(), lse.size());
+  }
+  if (options.dump) add_dump(runner, qkv, result);
+  io::write_safetensors(outputs.open(options.output), result);
+}
+
+nlohmann::ordered_json quality_json(const Quality& quality) {
+  return {{"queries", quality.queries},
+          {"mass_recall", quality.mass_recall},
+          {"mass_interval", quality.mass_interval},
+          {"oracle_recall", quality.oracle_recall},
+          {"retention", quality.retention},
+          {"top_10_percent_mass", quality.top_mass},
+          {"error", quality.error},
+          {"cosine", quality.cosine}};
+}
+
+void run(const AttendOptions& options) {
+  const Settings settings = checked_settings(options);
   Outputs outputs;
   outputs.reads(options.input);
   outputs.reads(settings);
@@ -99,25 +154,10 @@ void run(const AttendOptions& options) {
   const Qkv& qkv = input.qkv;
   progress->step("read");
   if (options.quality > 0) input.check_measurable("--quality");
-  if (!options.input.reads_subspaces(input, options.method.method, options.method.set, settings)) {
-    const std::string why = why_idle(settings, "partition");
-    require(options.input.subspaces.empty(), Status::invalid_argument, "--subspaces: would do nothing for --method {}: {}",
-            options.method.method,
-            why.empty() ? fmt::format("rule {} keeps whole codes of one subspace", row(settings.rule).name) : why);
-  }
+  check_subspaces(options, input, settings);
   Runner runner(context, settings, input.shape());
   if (!settings.dense) runner.want_selection();
-  if (!options.state.empty()) {
-    runner.init_state();
-    if (io::exists(options.state)) {
-      const auto saved = io::read_file(options.state, runner.plan().state_bytes);
-      try {
-        runner.load_state(saved);
-      } catch (const Error& error) {
-        fail(Status::format, "{}: {}", options.state, error.what());
-      }
-    }
-  }
+  if (!options.state.empty()) load_state(options.state, runner);
   std::vector<float> lse(options.lse ? static_cast<size_t>(qkv.batch * qkv.heads * qkv.q_tokens) : 0);
   CallArgs args = input.args();
   args.lse = options.lse ? lse.data() : nullptr;
@@ -126,21 +166,7 @@ void run(const AttendOptions& options) {
   const auto notes = target_notes(runner, density_at(settings, args.place, settings.target_density), options.method.method);
   progress->step("attended");
 
-  std::vector<int64_t> shape{qkv.heads, qkv.q_tokens, qkv.dim};
-  if (qkv.batched) shape.insert(shape.begin(), qkv.batch);
-  const io::Array out{qkv.q.type, shape, runner.out};
-  if (npy) {
-    io::write_npy(outputs.open(options.output), out);
-  } else {
-    io::SafeTensors result;
-    result.tensors["out"] = out;
-    result.metadata["settings"] = json_text(settings_json(settings));
-    if (options.lse) {
-      result.tensors["lse"] = to_array(io::ElementType::f32, {qkv.batch, qkv.heads, qkv.q_tokens}, lse.data(), lse.size());
-    }
-    if (options.dump) add_dump(runner, qkv, result);
-    io::write_safetensors(outputs.open(options.output), result);
-  }
+  write_out(options, qkv, settings, runner, lse, outputs);
   if (!options.state.empty()) {
     const std::vector<std::byte> saved = runner.save_state();
     const std::span<const std::byte> part = saved;
@@ -150,18 +176,10 @@ void run(const AttendOptions& options) {
   auto stats = stats_json(runner);
   if (!notes.empty()) stats["notes"] = notes;
   stats["settings"] = settings_json(settings);
-  const bool ran_sparse = runner.stats.reason == Reason::sparse;
   std::optional<Quality> quality;
   if (options.quality > 0) {
-    quality = measure(context, qkv, runner, !ran_sparse, options.quality);
-    stats["quality"] = {{"queries", quality->queries},
-                        {"mass_recall", quality->mass_recall},
-                        {"mass_interval", quality->mass_interval},
-                        {"oracle_recall", quality->oracle_recall},
-                        {"retention", quality->retention},
-                        {"top_10_percent_mass", quality->top_mass},
-                        {"error", quality->error},
-                        {"cosine", quality->cosine}};
+    quality = measure(context, qkv, runner, runner.stats.reason != Reason::sparse, options.quality);
+    stats["quality"] = quality_json(*quality);
   }
   progress.reset();
   if (!options.stats.empty()) write_json(outputs.open(options.stats), stats);
