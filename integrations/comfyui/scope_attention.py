@@ -12,9 +12,8 @@ try:
     import scope_attn
     from scope_attn.hosts import comfyui
 except ImportError as error:
-    raise ImportError("SCOPE Attention needs the package scope_attn, as new as this node, in ComfyUI's own Python. In the checkout of "
-                      f'SCOPE that the node is from: "{sys.executable}" -m pip install . (or the name of a wheel made by '
-                      '`make wheel`)') from error
+    raise ImportError("SCOPE Attention needs the package scope_attn, 0.3 or newer, in ComfyUI's own Python. In a checkout "
+                      f'of SCOPE: "{sys.executable}" -m pip install . (or the name of a wheel made by `make wheel`)') from error
 
 DESCRIPTION = """Sparse self-attention for Wan 2.1 and 2.2, HunyuanVideo and 1.5, MiniMax-H3, LTX-Video and LTX-2, without
 training. At the end of each run ComfyUI's log says how many calls were sparse, and why others were dense."""

@@ -934,6 +934,29 @@ def test_mistyped_names():
             scope_attn.enable(pipe, **given)
 
 
+@pytest.mark.skipif(tiny.DEVICE != "cpu", reason="what the CPU lacks")
+def test_what_the_device_decides():
+    """Products and kernels are refused in the first call, where the device is known; names and values in enable()."""
+    pipe = tiny.wan()
+    for given, told in ((dict(products="qk9"), 'did you mean "qk8"'), (dict(kernel="wgma"), 'did you mean "wgmma"')):
+        with pytest.raises(ValueError, match=told):
+            scope_attn.enable(pipe, **given)
+    for given, told in ((dict(products="qk8"), "cpu has no qk8 for f32 inputs"), (dict(kernel="wgmma"), "wgmma is a CUDA kernel")):
+        scope_attn.enable(pipe, **SPARSE, **given)
+        with pytest.raises(RuntimeError, match=told):
+            tiny.make_wan(pipe)
+        scope_attn.disable(pipe)
+    q = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16)
+    try:
+        scope_attn.attention(q, q, q, method="dense", products="qk8")
+    except scope_attn.ScopeError:
+        pytest.skip("this CPU has no 8-bit products")
+    pipe.transformer.to(torch.bfloat16)
+    scope_attn.enable(pipe, **SPARSE, products="qk8")
+    tiny.make_wan(pipe)
+    assert {call.stats.arithmetic for call in scope_attn.receipt(pipe).calls if call.sparse} == {"s8+bf16"}
+
+
 def test_another_scheduler():
     pipe = tiny.wan()
     scope_attn.enable(pipe, **SPARSE)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
-from .. import _functions
+from .. import _c_api, _functions
 from .._plan import Handle, Plan, Reason, State, Stats, ranges_of, text_of
 from .._receipt import Call, Receipt
 from .._selector import Grid, Place, Selector, name_of
@@ -25,6 +25,7 @@ MIN_TOKENS = {"cpu": 4096, "cuda": 12288}
 CAREFUL_DENSITY = 0.2  # of scope-mean where nothing says how many keys to keep
 SAYS_HOW_MANY = {"density", "density_steps", "rho", "rule"}
 OF_HOSTS = "method", "min_tokens", "model", "selector", "strict", "target_density", "window"  # what enable() takes beside settings
+OF_A_DEVICE = {"kernel", "products"}
 SCHEDULE = "dense_layers", "dense_steps", "dense_last_steps"  # settings that say which calls are dense
 WHY_DENSE = {
     Reason.DENSE_METHOD: "the method is dense",
@@ -114,8 +115,10 @@ class Session(Handle):
         if without_codes and (chosen["proxy"], chosen["partition"]) == ("codes", "rope") and method != "dense":
             raise ValueError(f'method: got "{method}", which codes keys along time, height and width; {without_codes}; choose '
                              "scope-mean, fast or quality")
+        # Both refuse what cannot work. Which products and kernels there are is the device's to say, in the first call.
+        _c_api.Method(_c_api.library(), method, {name: text_of(value) for name, value in given.items()}, self.model)
         plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, method=method, model=self.model, **ranges_of(rope),
-                    **given)  # refuses unknown settings and bad values
+                    **{name: value for name, value in given.items() if name not in OF_A_DEVICE})
         self.shown = method
         if selector is not None:
             self.shown = f"selector {name_of(selector)}"
