@@ -24,6 +24,7 @@
 #include "io/safetensors.h"
 #include "io/temporary.h"
 #include "methods/profile.h"
+#include "temporary_folder.h"
 
 namespace {
 
@@ -377,18 +378,13 @@ void whole_sequence(Sequence& sequence, const Case& of, int threads) {
   });
 }
 
-class Faulty : public testing::Test {
+class Faulty : public scope::test::TemporaryFolder {
  protected:
+  Faulty() : TemporaryFolder(scope::test::memory_place()) {}
   void SetUp() override {
-    // In memory where that is a folder: files are synced some thousand times here.
-    const fs::path place = fs::exists("/dev/shm") ? "/dev/shm" : fs::temp_directory_path();
-    std::string pattern = place / "scope_faults_XXXXXX";
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
+    TemporaryFolder::SetUp();
     std::ofstream(path("profile.csv")) << "step,layer,head,density\n0,0,0,0.25\n0,0,1,0.75\n";
   }
-  void TearDown() override { fs::remove_all(folder_); }
-  std::string path(const std::string& name) const { return folder_ / name; }
   std::vector<Case> cases() const {
     return {{"scope",
              {{"partition", "random:3"}, {"target_density", "0.3"}, {"first_iterations", "3"}, {"state_dtype", "bf16"}}},
@@ -400,8 +396,6 @@ class Faulty : public testing::Test {
             {"sol", {}},
             {"dense", {}}};
   }
-
-  fs::path folder_;
 };
 
 TEST_F(Faulty, EveryAllocationOfTheCAbi) {

@@ -14,6 +14,7 @@
 #include "io/safetensors.h"
 #include "io/temporary.h"
 #include "methods/profile.h"
+#include "temporary_folder.h"
 
 extern "C" {
 extern char fault_under[];
@@ -25,20 +26,17 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class FaultyFiles : public testing::Test {
+class FaultyFiles : public test::TemporaryFolder {
  protected:
+  FaultyFiles() : TemporaryFolder(test::memory_place()) {}
   void SetUp() override {
-    std::string pattern =
-        (fs::exists("/dev/shm") ? fs::path("/dev/shm") : fs::temp_directory_path()) / "scope_faults_XXXXXX";
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-    std::strcpy(fault_under, pattern.c_str());
+    TemporaryFolder::SetUp();
+    std::strcpy(fault_under, folder_.c_str());
   }
   void TearDown() override {
     fault_under[0] = '\0';
-    fs::remove_all(folder_);
+    TemporaryFolder::TearDown();
   }
-  std::string path(const std::string& name) const { return folder_ / name; }
   // Names with contents.
   std::map<std::string, std::string> files() const {
     std::map<std::string, std::string> found;
@@ -85,8 +83,6 @@ class FaultyFiles : public testing::Test {
     }
     EXPECT_GT(failed, 1) << name;
   }
-
-  fs::path folder_;
 };
 
 TEST_F(FaultyFiles, EveryOperationOfReadersAndWriters) {

@@ -21,6 +21,7 @@
 #include "io/safetensors.h"
 #include "io_cases.h"
 #include "support.h"
+#include "temporary_folder.h"
 
 namespace {
 std::atomic<int64_t> allocated{0};  // by the whole program since its start, whether freed or not
@@ -145,24 +146,7 @@ std::vector<Seed> seeds(const std::string& kind) {
   return out;
 }
 
-class IoFiles : public ::testing::Test {
- protected:
-  void SetUp() override {
-    std::string pattern = fs::temp_directory_path() / "scope_io_XXXXXX";
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return folder_ / name; }
-  std::set<std::string> names() const {
-    std::set<std::string> out;
-    for (const auto& entry : fs::directory_iterator(folder_)) out.insert(entry.path().filename());
-    return out;
-  }
-
-  fs::path folder_;
-};
+using IoFiles = test::TemporaryFolder;
 
 void write_text(const std::string& path, const std::string& text) {
   const std::span<const std::byte> parts[] = {std::as_bytes(std::span(text))};

@@ -17,6 +17,7 @@
 #include <set>
 
 #include "io/png.h"
+#include "temporary_folder.h"
 
 namespace scope::io {
 namespace {
@@ -185,22 +186,7 @@ TEST(Png, RefusesImagesThatAreNone) {
   EXPECT_TRUE(error_of([] { make_image(int64_t{1} << 20, int64_t{1} << 20); }));
 }
 
-class PngFiles : public testing::Test {
- protected:
-  void SetUp() override {
-    std::string pattern = fs::temp_directory_path() / "scope_png_XXXXXX";
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-  std::string path(const std::string& name) const { return folder_ / name; }
-  std::set<std::string> names() const {
-    std::set<std::string> out;
-    for (const auto& entry : fs::directory_iterator(folder_)) out.insert(entry.path().filename());
-    return out;
-  }
-  fs::path folder_;
-};
+using PngFiles = test::TemporaryFolder;
 
 TEST_F(PngFiles, ErrorsNameThePathAndTheReason) {
   write_png(path("good.png"), picture(20, 30, 3));

@@ -12,6 +12,7 @@
 #include "core/error.h"
 #include "io/file.h"
 #include "io/temporary.h"
+#include "temporary_folder.h"
 
 namespace scope::io {
 namespace {
@@ -19,24 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 using Kind = Temporary::Kind;
 
-class Temporaries : public ::testing::Test {
- protected:
-  void SetUp() override {
-    std::string pattern = fs::temp_directory_path() / "scope_temporary_XXXXXX";
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return folder_ / name; }
-  std::set<std::string> names() const {
-    std::set<std::string> out;
-    for (const auto& entry : fs::recursive_directory_iterator(folder_)) out.insert(fs::relative(entry.path(), folder_));
-    return out;
-  }
-
-  fs::path folder_;
-};
+using Temporaries = test::TemporaryFolder;
 
 void write(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
 std::string read(const std::string& path) {
