@@ -16,10 +16,10 @@ namespace scope {
 
 namespace {
 
-constexpr Model::Svg2 kWanSvg2{300, 0.2};
-constexpr Model::Svoo kWan21{0.90, 0.15, 0.20, 11, 40, 50};
-constexpr Model::Svg2 kHunyuanSvg2{400, 0.1};
-constexpr Model::Svoo kHunyuan{0.88, 0.05, 0.10, 6, 50, 50};
+constexpr Model::Svg2 kWanSvg2{.groups = 300, .dense_steps = 0.2};
+constexpr Model::Svoo kWan21{.p = 0.90, .low = 0.15, .high = 0.20, .start = 11, .interval = 40, .steps = 50};
+constexpr Model::Svg2 kHunyuanSvg2{.groups = 400, .dense_steps = 0.1};
+constexpr Model::Svoo kHunyuan{.p = 0.88, .low = 0.05, .high = 0.10, .start = 6, .interval = 50, .steps = 50};
 
 const Model kTable[] = {
     {.name = "wan2.1-t2v-14b",
@@ -45,8 +45,8 @@ const Model kTable[] = {
      .steps = 40,
      .rho = 0.90,
      .dense_steps = 0.2,
-     .svg2 = {300, 0.35},
-     .svoo = {0.90, 0.10, 0.15, 9, 20, 40}},
+     .svg2 = {.groups = 300, .dense_steps = 0.35},
+     .svoo = {.p = 0.90, .low = 0.10, .high = 0.15, .start = 9, .interval = 20, .steps = 40}},
     {.name = "wan2.1-t2v-1.3b",
      .help = "Wan2.1 T2V 1.3B, 81 frames at 480p",
      .layers = 30,
@@ -58,7 +58,7 @@ const Model kTable[] = {
      .rho = 0.90,
      .dense_steps = 0.2,
      .svg2 = kWanSvg2,
-     .svoo = {0.90, 0.15, 0.20, 11, 20, 50}},
+     .svoo = {.p = 0.90, .low = 0.15, .high = 0.20, .start = 11, .interval = 20, .steps = 50}},
     {.name = "wan2.1-14b-480p",
      .help = "Wan2.1 14B, 81 frames at 480p",
      .layers = 40,
@@ -81,7 +81,7 @@ const Model kTable[] = {
      .steps = 4,
      .rho = 0.90,
      .dense_steps = 0.0,
-     .svg2 = {300, 0.0},
+     .svg2 = {.groups = 300, .dense_steps = 0.0},
      .svoo = kWan21},
     {.name = "wan2.2-a14b",
      .help = "Wan2.2 T2V A14B (each of its two transformers), 81 frames at 720p",
@@ -95,7 +95,7 @@ const Model kTable[] = {
      .rho = 0.90,
      .dense_steps = 0.2,
      .svg2 = kWanSvg2,
-     .svoo = {0.90, 0.20, 0.22, 9, 40, 40}},
+     .svoo = {.p = 0.90, .low = 0.20, .high = 0.22, .start = 9, .interval = 40, .steps = 40}},
     {.name = "wan2.2-i2v-a14b",
      .help = "Wan2.2 I2V A14B (each of its two transformers), 81 frames at 720p",
      .layers = 40,
@@ -109,7 +109,7 @@ const Model kTable[] = {
      .rho = 0.90,
      .dense_steps = 0.2,
      .svg2 = kWanSvg2,
-     .svoo = {0.90, 0.20, 0.25, 9, 40, 40}},
+     .svoo = {.p = 0.90, .low = 0.20, .high = 0.25, .start = 9, .interval = 40, .steps = 40}},
     {.name = "wan2.2-ti2v-5b",
      .help = "Wan2.2 TI2V 5B, 121 frames at 720p",
      .layers = 30,
