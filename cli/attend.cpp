@@ -75,11 +75,11 @@ void add_dump(const Runner& runner, const Qkv& qkv, io::SafeTensors& out) {
 bool writes_npy(const AttendOptions& options) { return options.output.ends_with(".npy"); }
 
 Settings checked_settings(const AttendOptions& options) {
-  const Settings settings = options.method.settings({.layer = options.layer >= 0,
-                                                     .step = options.step >= 0,
-                                                     .state = !options.state.empty(),
-                                                     .device = options.machine.on_device()},
-                                                    options.target_density);
+  Settings settings = options.method.settings({.layer = options.layer >= 0,
+                                               .step = options.step >= 0,
+                                               .state = !options.state.empty(),
+                                               .device = options.machine.on_device()},
+                                              options.target_density);
   require(!options.dump || !settings.dense, Status::invalid_argument, "--dump: method dense has no selection");
   require(options.state.empty() || !settings.dense, Status::invalid_argument, "--state: method dense keeps none");
   require((options.step < 0) == (options.steps == 0), Status::invalid_argument,
