@@ -36,8 +36,9 @@ printf 'a cat walks\na dog runs slowly\n' >"$out/t2v.txt"
 printf 'noise.png\ta cat walks\ngradient.png\ta dog runs slowly\n' >"$out/i2v.txt"
 
 reproduce() {  # SETTING
+  # It is to be stopped, also where what started this script ignores interrupts, as nohup and a shell's & do.
   # shellcheck disable=SC2086 # MORE is a list of words
-  "$python" -m scope_attn.reproduce --setting "$1" --model "$out/models/$1" --prompts "$out/${1: -3}.txt" --out "$out/$1" \
+  env --default-signal=INT "$python" -m scope_attn.reproduce --setting "$1" --model "$out/models/$1" --prompts "$out/${1: -3}.txt" --out "$out/$1" \
     --first 1 --size 224x128 --frames 9 --steps 5 --min-tokens 0 --methods sparge svg2 svoo scope-paper scope-mean scope ${MORE:-}
 }
 
