@@ -17,7 +17,8 @@ for method in "${methods[@]}"; do
   run "$method" --target-density "${density[$method]}"
   clips+=("$method=$out/$method")
 done
-echo "scope-mean keeps half of what the others keep: its mean makes up for more than that, from about 4,000 tokens on."
+names=$(sed 's/ /, /g' <<<"${methods[*]}")
+echo "scope-mean keeps half of what the others keep, on purpose. A clip made short by GRID is too short to judge methods by."
 "$scope" report "${clips[@]}" --skip 1 --qkv "$out/qkv/step_010_layer_02.safetensors" \
-  --title "The same clip: dense attention, $(sed 's/ /, /g' <<<"${methods[*]}")" -o "$out/report.html"
-echo "Open $out/report.html in a browser; the frames are in its folder, under dense, ${methods[*]}."
+  --title "The same clip: dense attention, $names" -o "$out/report.html"
+echo "Open $out/report.html in a browser; the frames are in its folder, under dense, $names."

@@ -137,7 +137,8 @@ def why_foreign(scheduler: Any) -> str:
     Another pipeline around the same transformer steps a scheduler of its own, and ours stands still: at its end, or as it was made.
     """
     index, count = getattr(scheduler, "step_index", None), len(scheduler.timesteps)
-    as_made = getattr(scheduler, "num_inference_steps", None) is None and count == getattr(scheduler.config, "num_train_timesteps", 0)
+    most = getattr(getattr(scheduler, "config", None), "num_train_timesteps", 0)
+    as_made = getattr(scheduler, "num_inference_steps", None) is None and count == most
     if not as_made and (index is None or index < count):
         return ""
     return (f"the enabled pipeline's scheduler {'has no steps set' if as_made else 'is at its end'}, so this pass is another pipeline's; "
