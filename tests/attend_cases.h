@@ -6,6 +6,7 @@
 #include "cases.h"
 #include "reference.h"
 #include "stages/attend.h"
+#include "stages/split.h"
 
 namespace scope::test {
 
@@ -19,6 +20,8 @@ struct Problem {
   std::vector<int64_t> offsets{0};
   std::vector<uint32_t> mask, keep, extra_mask;
   std::vector<float> extra_k, extra_v, bias, mix_share, mix_row;
+  std::vector<int32_t> mix_part;
+  float follow = 0;
   float scale;
 
   Problem(Random& random, DType dtype, int64_t nq, int64_t nk, int64_t dim, double deviation = 1)
@@ -60,6 +63,14 @@ struct Problem {
       for (int64_t i = 0; i < k.view().dim; ++i) mix_row.push_back(static_cast<float>(random.normal()));
     }
   }
+  // Rows of parts, and how much of the difference from a bundle's mean goes with them.
+  void add_parts(Random& random) {
+    add_mix(random);
+    mix_row.clear();
+    for (int64_t i = 0; i < kMostParts * k.view().dim; ++i) mix_row.push_back(static_cast<float>(random.normal()));
+    for (int64_t t = 0; t < q.view().tokens; ++t) mix_part.push_back(static_cast<int32_t>(random.below(kMostParts)));
+    follow = random.pick<float>({0, 0.3f, 1});
+  }
   AttendArgs args() const {
     AttendArgs args;
     args.q = q.view(), args.k = k.view(), args.v = v.view();
@@ -68,7 +79,8 @@ struct Problem {
     args.order = order.data(), args.offsets = offsets.data();
     args.mask = mask.data(), args.keep = keep.empty() ? nullptr : keep.data();
     args.extra = {static_cast<int64_t>(bias.size()), extra_k.data(), extra_v.data(), bias.data(), extra_mask.data()};
-    if (!mix_share.empty()) args.mix = {mix_share.data(), mix_row.data()};
+    if (!mix_share.empty()) args.mix = {.share = mix_share.data(), .row = mix_row.data(), .part = {}, .follow = follow};
+    if (!mix_part.empty()) args.mix.part = mix_part.data();
     return args;
   }
 };

@@ -47,6 +47,8 @@ const Limits kCpu = {
     .exact_keys = true,
     .rho = 1e-5,
     .order = 0,
+    .threshold = 0,
+    .mass = 1e-5,
     .tail_mass = 0,
     .tail_mean = 0,
     .mean = 4e-6,
@@ -74,6 +76,8 @@ const Limits kCuda = {
     .exact_keys = false,
     .rho = 1e-3,
     .order = 2e-3,
+    .threshold = 2.0 / 640,  // of the bins, whose range is a third wider
+    .mass = 2e-3,
     .tail_mass = 0x1.4p-8,  // weights are rounded to 16 bits, each by 2^-8 at most and perhaps all the same way
     .tail_mean = 0x1p-5,
     .mean = 4e-6,
@@ -423,6 +427,9 @@ std::vector<DeviceMachine> device_machines() { return {}; }
 Sizes sizes_of(const GroupArgs& args) {
   return {.heads = args.heads, .q_tokens = args.count, .dim = args.q.dim, .groups = args.groups};
 }
+Sizes sizes_of(const SplitArgs& args) {
+  return {.heads = args.heads, .q_tokens = args.q.tokens, .dim = args.q.dim, .groups = args.groups, .parts = args.parts};
+}
 Sizes sizes_of(const EncodeArgs& args) {
   return {.heads = args.heads, .k_tokens = args.count, .dim = args.k.dim, .codes = args.codes};
 }
@@ -445,6 +452,7 @@ Sizes sizes_of(const CompensateArgs& args) { return sizes_of(args.proxy, args.he
 Sizes sizes_of(const WeighArgs& args) {
   Sizes sizes = sizes_of(args.proxy, args.heads);
   sizes.whole_codes = row(args.rule).whole_codes;
+  sizes.sampled = args.stride > 1;
   return sizes;
 }
 Sizes sizes_of(const TailArgs& args) {
@@ -452,6 +460,7 @@ Sizes sizes_of(const TailArgs& args) {
   sizes.whole_codes = row(args.tail).per_code;
   sizes.extra = row(args.tail).per_code ? args.proxy.codes : row(args.tail).per_group ? args.proxy.groups : 0;
   sizes.parts = row(args.tail).splits ? args.parts.each : 0;
+  sizes.part_stride = args.parts.stride;
   return sizes;
 }
 Sizes sizes_of(const AttendArgs& args) {
@@ -590,6 +599,8 @@ void mirror_select(const Exec& exec, Mirror<Args>& mirror, const Of& of, const S
   mirror.array(member(FIELD(weighed.errors)), groups * codes);
   mirror.array(member(FIELD(weighed.top_p)), groups);
   mirror.array(member(FIELD(counts)), groups);
+  mirror.array(member(FIELD(dropped)), groups);
+  mirror.array(member(FIELD(log_mass)), groups);
   mirror.array(member(FIELD(head_budget)), 1);
   mirror.array(member(FIELD(rho_used)), 1);
   mirror.array(member(FIELD(alpha_used)), 1);
@@ -618,7 +629,7 @@ KeepArgs slice(const Exec& exec, KeepArgs args, int64_t first, int64_t count) {
                          first * weighed.proxy.k.head_stride * dtype_bytes(weighed.proxy.k.dtype);
   shift(weighed.proxy.centroids, weighed.proxy.tables, weighed.proxy.labels, weighed.sizes, weighed.q_similarity,
         weighed.k_similarity, weighed.errors, weighed.top_p);
-  shift(args.counts, args.head_budget, args.rho_used, args.alpha_used, args.mask);
+  shift(args.counts, args.dropped, args.log_mass, args.head_budget, args.rho_used, args.alpha_used, args.mask);
   return args;
 }
 
@@ -685,7 +696,15 @@ void run_tail(const Exec& exec, std::span<const TailArgs> in, int64_t head_gap) 
   mirror.rows(FIELD(v));
   mirror.array(FIELD(sizes), proxy.groups);
   mirror.array(FIELD(kept), proxy.groups * words);
-  if (row(in[0].tail).mixes) {
+  if (row(in[0].tail).splits) {
+    const int64_t parts = proxy.groups * in[0].parts.each;
+    mirror.array(FIELD(parts.centroids), parts * proxy.k.dim);
+    mirror.array(FIELD(parts.sizes), parts);
+    mirror.array(FIELD(parts.log_mass), proxy.groups);
+    mirror.shared(FIELD(keep), words);
+    mirror.array(FIELD(value), parts * proxy.k.dim);
+    mirror.array(FIELD(share), in[0].rows);
+  } else if (row(in[0].tail).mixes) {
     mirror.shared(FIELD(keep), words);
     mirror.array(FIELD(value), in[0].rows * proxy.k.dim);
     mirror.array(FIELD(share), in[0].rows);
@@ -720,12 +739,31 @@ void run_attend(const Exec& exec, std::span<const AttendArgs> in, int64_t head_g
   }
   if (in[0].mix.share) {
     mirror.array(FIELD(mix.share), groups);
-    mirror.array(FIELD(mix.row), groups * in[0].q.dim);
+    mirror.array(FIELD(mix.row), (in[0].mix.part ? kMostParts : groups) * in[0].q.dim);  // as the tests have them
+  }
+  if (in[0].mix.part) {
+    mirror.array(FIELD(mix.part), in[0].q.tokens);
   }
   mirror.rows(FIELD(out));
   mirror.array(FIELD(lse), in[0].q.tokens);
   mirror.scratch(FIELD(scratch), backend().attend_scratch(exec, chunk_sizes(in)));
   mirror.run([&](const AttendArgs& chunk) { backend().attend(exec, chunk); });
+}
+
+void run_split(const Exec& exec, std::span<const SplitArgs> in, int64_t head_gap) {
+  if (in_place(exec, in)) return backend().split(exec, in[0]);
+  Mirror mirror(exec, in, head_gap);
+  const SplitArgs& args = in[0];
+  const int64_t rows = args.groups * args.parts;
+  mirror.chunk.heads = static_cast<int64_t>(in.size());
+  mirror.rows(FIELD(q));
+  mirror.array(FIELD(order), args.q.tokens);
+  mirror.array(FIELD(offsets), args.groups + 1);
+  mirror.array(FIELD(centroids), rows * args.q.dim);
+  mirror.array(FIELD(sizes), rows);
+  mirror.array(FIELD(labels), args.q.tokens);
+  mirror.scratch(FIELD(scratch), backend().split_scratch(exec, chunk_sizes(in)));
+  mirror.run([&](const SplitArgs& chunk) { backend().split(exec, chunk); });
 }
 
 void run_reuse(const Exec& exec, std::span<const ReuseArgs> in, int64_t head_gap) {

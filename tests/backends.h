@@ -6,6 +6,7 @@
 
 #include "stages/backends.h"
 #include "stages/kmeans.h"
+#include "stages/split.h"
 
 namespace scope::test {
 
@@ -26,6 +27,8 @@ struct Limits {
   bool exact_keys;                            // the choice of keys is exact on the scores in f32
   double rho;                                 // t_c lies between the float64 counts for rho -+ this
   double order;                               // a dropped key's score exceeds a kept one's by at most this
+  double threshold;                           // of a sample's scores, as a share of their range
+  double mass;                                // that a group drops, as a share of all, and the log of all
   // The mass that a group drops may err by the first share of itself, and its mean keys and values by the second share of
   // sqrt(sum p^2 x^2), which is what terms p x of random signs add up to; both besides the rounding of f32. A kernel that
   // loses one tile of 64 keys of N loses 64 / N of the mass and moves the means by sqrt(64 / N) of that root: at N = 4,097,
@@ -63,6 +66,7 @@ const Backend& backend();
 
 // What the scratch of these arguments follows from.
 Sizes sizes_of(const GroupArgs& args);
+Sizes sizes_of(const SplitArgs& args);
 Sizes sizes_of(const EncodeArgs& args);
 Sizes sizes_of(const CoclusterArgs& args);
 Sizes sizes_of(const CompensateArgs& args);
@@ -76,6 +80,7 @@ Sizes sizes_of(const AttendArgs& args);
 // are `head_gap` elements; at kHeadGap, a row with enough padding has the other heads there: [tokens, heads, dim].
 inline constexpr int64_t kHeadGap = 24;
 void run_group(const Exec& exec, std::span<const GroupArgs> heads, int64_t head_gap = kHeadGap);
+void run_split(const Exec& exec, std::span<const SplitArgs> heads, int64_t head_gap = kHeadGap);
 void run_encode(const Exec& exec, std::span<const EncodeArgs> heads, int64_t head_gap = kHeadGap);
 void run_cocluster(const Exec& exec, std::span<const CoclusterArgs> heads, int64_t head_gap = kHeadGap);
 void run_score(const Exec& exec, std::span<const ScoreArgs> heads, int64_t head_gap = kHeadGap);

@@ -87,7 +87,7 @@ TEST_F(GpuCalls, BitwiseOverRunsStreamsAndChunks) {
   const Inputs in(1, 7, 1100, 1100, 64, 33, DType::bf16);
   std::vector<Settings> all = baselines("0.3");
   for (const char* proxy : {"codes", "exact"}) {
-    for (const char* tail : {"first_order", "mean"}) {
+    for (const char* tail : {"first_order", "mean", "means"}) {
       all.push_back(method("scope", {{"partition", "even:3"}, {"rule", "target"}, {"tail", tail}, {"proxy", proxy}}));
     }
   }

@@ -14,17 +14,10 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// One query's keys: real ones from mask OR keep, then the extra ones with their bias; and what is mixed in.
+// One query's keys: real ones from mask OR keep, then the extra ones with their bias.
 struct Keys {
   std::vector<const double*> k, v;
   std::vector<double> bias;
-  double share = 0;
-  const float* mixed = nullptr;
-
-  void mix(double* out, int64_t dim, double& lse) const {
-    for (int64_t i = 0; i < dim && share > 0; ++i) out[i] = (1 - share) * out[i] + share * static_cast<double>(mixed[i]);
-    lse -= std::log1p(-share);
-  }
 };
 
 Keys keys_of_group(const AttendArgs& args, int64_t group, const Matrix& k, const Matrix& v, const Matrix& extra_k,
@@ -43,10 +36,6 @@ Keys keys_of_group(const AttendArgs& args, int64_t group, const Matrix& k, const
     if (mask_bit(args.extra.mask[0] + group * mask_words(args.extra.count), e)) {
       add(extra_k, extra_v, e, static_cast<double>(args.extra.bias[0][e]));
     }
-  }
-  if (args.mix.share) {
-    keys.share = static_cast<double>(args.mix.share[0][group]);
-    keys.mixed = args.mix.row[0] + group * args.q.dim;
   }
   return keys;
 }
@@ -499,6 +488,37 @@ VirtualKey virtual_key(const Proxy& proxy, const RowsView& v, int64_t group, con
   return result;
 }
 
+void mix(const AttendArgs& args, std::vector<double>& out, std::vector<double>& lse) {
+  const int64_t dim = args.q.dim;
+  for (int64_t group = 0; args.mix.share && group < args.groups; ++group) {
+    const auto share = static_cast<double>(args.mix.share[0][group]), follow = static_cast<double>(args.mix.follow);
+    const int64_t begin = args.offsets ? args.offsets[0][group] : 0,
+                  end = args.offsets ? args.offsets[0][group + 1] : args.q.tokens;
+    for (int64_t first = begin; first < end && share > 0; first += kBundle) {
+      std::vector<int64_t> tokens;
+      for (int64_t i = first; i < std::min(first + kBundle, end); ++i) tokens.push_back(args.order ? args.order[0][i] : i);
+      std::vector<double> mean(static_cast<size_t>(dim));
+      int64_t of = 0;
+      for (const int64_t t : tokens) of += std::isfinite(lse[static_cast<size_t>(t)]) ? 1 : 0;
+      for (const int64_t t : tokens) {
+        for (int64_t i = 0; i < dim && std::isfinite(lse[static_cast<size_t>(t)]); ++i) {
+          mean[static_cast<size_t>(i)] += out[static_cast<size_t>(t * dim + i)] / static_cast<double>(of);
+        }
+      }
+      for (const int64_t t : tokens) {
+        const bool follows = std::isfinite(lse[static_cast<size_t>(t)]);
+        const float* row = args.mix.row[0] + (args.mix.part ? args.mix.part[0][t] : group) * dim;
+        for (int64_t i = 0; i < dim; ++i) {
+          double& x = out[static_cast<size_t>(t * dim + i)];
+          const double added = follows ? follow * (x - mean[static_cast<size_t>(i)]) : 0;
+          x = (1 - share) * x + share * (static_cast<double>(row[i]) + added);
+        }
+        lse[static_cast<size_t>(t)] -= std::log1p(-share);
+      }
+    }
+  }
+}
+
 Attention attend(const AttendArgs& args) {
   const int64_t dim = args.q.dim;
   Attention result{Matrix(args.q.tokens, dim), std::vector<double>(static_cast<size_t>(args.q.tokens), -kInfinity), 0};
@@ -513,7 +533,7 @@ Attention attend(const AttendArgs& args) {
     const double high = n == 0 ? -kInfinity : *std::max_element(logits.begin(), logits.end());
     double* out = result.out.row(token);
     double& lse = result.lse[static_cast<size_t>(token)];
-    if (high == -kInfinity) return keys.mix(out, dim, lse);  // no key, or none that counts: zeros and -inf
+    if (high == -kInfinity) return;  // no key, or none that counts: zeros and -inf
     double sum = 0;
     for (size_t j = 0; j < n; ++j) {
       const double p = std::exp(logits[j] - high);
@@ -522,8 +542,8 @@ Attention attend(const AttendArgs& args) {
     }
     for (int64_t i = 0; i < dim; ++i) out[i] /= sum;
     lse = high + std::log(sum);
-    keys.mix(out, dim, lse);
   });
+  mix(args, result.out.data, result.lse);
   return result;
 }
 
@@ -543,7 +563,7 @@ Attention naive_attend(const AttendArgs& args, DType dtype) {
     const float high = n == 0 ? -std::numeric_limits<float>::infinity() : *std::max_element(p.begin(), p.end());
     double* to = result.out.row(token);
     double& lse = result.lse[static_cast<size_t>(token)];
-    if (std::isinf(high)) return keys.mix(to, dim, lse);
+    if (std::isinf(high)) return;
     float sum = 0;
     for (float& x : p) sum += x = std::exp(x - high);
     std::vector<float> out(static_cast<size_t>(dim));
@@ -553,9 +573,9 @@ Attention naive_attend(const AttendArgs& args, DType dtype) {
     }
     std::copy(out.begin(), out.end(), to);
     lse = static_cast<double>(high + std::log(sum));
-    keys.mix(to, dim, lse);
-    for (int64_t i = 0; i < dim; ++i) to[i] = rounded(to[i], dtype);
   });
+  mix(args, result.out.data, result.lse);
+  for (double& x : result.out.data) x = rounded(x, dtype);
   return result;
 }
 

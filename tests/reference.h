@@ -144,6 +144,8 @@ struct Attention {
   std::vector<double> lse;   // [q_tokens]
   double largest_logit = 0;  // in magnitude: any f32 program errs by this many ulp in its exponents
 };
+// What Mix says, of results [tokens, dim] that nothing was mixed into.
+void mix(const AttendArgs& args, std::vector<double>& out, std::vector<double>& lse);
 Attention attend(const AttendArgs& args);
 // What a plain program in `dtype` gets: f32 sums, with logits, probabilities and output rounded to dtype. Its error is
 // the yardstick for ours.

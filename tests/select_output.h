@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cases.h"
+#include "stages/choices.h"
 #include "stages/select.h"
 
 namespace scope::test {
@@ -15,6 +16,7 @@ struct SelectOutput {
   Guarded<int32_t> counts, top_p;
   Guarded<int64_t> head_budget;
   Guarded<double> rho_used, alpha_used;
+  Guarded<float> dropped, log_mass;  // of single keys by exact proxies
   Guarded<uint32_t> mask;
   GuardedScratch weights, scratch;
   KeepArgs args;
@@ -26,6 +28,8 @@ struct SelectOutput {
         head_budget(1, poison),
         rho_used(1, poison),
         alpha_used(1, poison),
+        dropped(weighs(problem) ? problem.proxy.groups : 0, poison),
+        log_mass(weighs(problem) ? problem.proxy.groups : 0, poison),
         mask(problem.proxy.groups * mask_words(problem.proxy.k.tokens), poison),
         weights(backend().weights_bytes(exec, sizes_of(problem)) - short_of, poison),
         scratch(backend().weigh_scratch(exec, sizes_of(problem)), poison) {
@@ -38,6 +42,10 @@ struct SelectOutput {
     args.rho_used = rho_used.data();
     args.alpha_used = alpha_used.data();
     args.mask = mask.data();
+    if (weighs(problem)) args.dropped = dropped.data(), args.log_mass = log_mass.data();
+  }
+  static bool weighs(const WeighArgs& problem) {
+    return problem.proxy.kind == ProxyKind::exact && !row(problem.rule).whole_codes;
   }
   SelectOutput(const Exec& exec, const KeepArgs& problem) : SelectOutput(exec, problem.weighed) {}
 
@@ -51,7 +59,9 @@ struct SelectOutput {
   double density() const {
     return static_cast<double>(pairs()) / static_cast<double>(queries()) / static_cast<double>(args.weighed.proxy.count);
   }
-  std::vector<uint8_t> all() const { return joined_bytes(counts, top_p, head_budget, rho_used, alpha_used, mask); }
+  std::vector<uint8_t> all() const {
+    return joined_bytes(counts, top_p, head_budget, rho_used, alpha_used, dropped, log_mass, mask);
+  }
 
  private:
   template <class Each>

@@ -91,7 +91,11 @@ TEST(Attend, DifferentialErrorBound) {
     if (random.chance(0.3)) {
       problem.add_extra(random, random.pick<int64_t>({1, 4, 33}));
     }
-    if (random.chance(0.3)) problem.add_mix(random);
+    if (random.chance(0.3)) {
+      problem.add_mix(random);
+    } else if (random.chance(0.4)) {
+      problem.add_parts(random);
+    }
     AttendArgs args = problem.args();
     if (random.chance(0.05)) args.mask = nullptr;
     if (one_group) args.mask = nullptr, args.offsets = nullptr, args.groups = 1;

@@ -79,6 +79,9 @@ struct SplitProblem {
       }
       offsets.push_back(std::ssize(order));
     }
+    for (int32_t t = 0; t < tokens; ++t) {
+      if (label[static_cast<size_t>(t)] >= groups) order.push_back(t);
+    }
     for (int64_t i = 0; i < groups * parts * dim; ++i) start.push_back(static_cast<float>(random.normal()));
   }
   std::vector<std::vector<double>> members(int64_t group) const {
@@ -108,9 +111,9 @@ void expect_split(const Exec& exec, const SplitProblem& problem, int rounds, boo
                  .centroids = centroids.data(),
                  .sizes = sizes.data(),
                  .labels = labels.data()};
-  GuardedScratch scratch(backend().split_scratch(exec, {.dim = dim, .groups = problem.groups, .parts = problem.parts}));
+  GuardedScratch scratch(backend().split_scratch(exec, sizes_of(args)));
   args.scratch = scratch_of(scratch);
-  backend().split(exec, args);
+  run_split(exec, std::span(&args, 1));
   std::vector<int32_t> expected(static_cast<size_t>(tokens), -1);
   for (int64_t c = 0; c < problem.groups; ++c) {
     std::vector<std::vector<double>> start;
@@ -137,7 +140,7 @@ void expect_split(const Exec& exec, const SplitProblem& problem, int rounds, boo
   for (int64_t t = 0; t < tokens; ++t) ASSERT_EQ(labels[t], expected[static_cast<size_t>(t)]) << "token " << t;
 }
 
-TEST(SplitOnCpu, DifferentialAgainstFloat64) {
+TEST(Split, DifferentialAgainstFloat64) {
   each_machine([](const Exec& exec) {
     for (uint64_t seed = 0; seed < 60; ++seed) {
       SCOPED_TRACE(fmt::format("seed {}", seed));
@@ -151,10 +154,10 @@ TEST(SplitOnCpu, DifferentialAgainstFloat64) {
   });
 }
 
-TEST(SplitOnCpu, EqualQueriesGoToTheFirstPart) {
+TEST(Split, EqualQueriesGoToTheFirstPart) {
   each_machine([](const Exec& exec) {
     Random random(1);
-    SplitProblem problem(random, DType::f32, 50, 1, 4, 24);
+    SplitProblem problem(random, limits().finest, 50, 1, 4, 24);
     for (int64_t t = 1; t < 50; ++t) problem.q.copy_row(t, 0);
     ASSERT_NO_FATAL_FAILURE(expect_split(exec, problem, 3, false));
   });
@@ -165,7 +168,8 @@ struct MeansProblem {
   int64_t groups, each, tokens, dim;
   Rows k, v;
   std::vector<float> centroids;
-  std::vector<int32_t> rows, sizes, counts;
+  std::vector<float> share, log_mass;  // as keep leaves them
+  std::vector<int32_t> rows, sizes;
   std::vector<uint32_t> kept;
   TailArgs args;
 
@@ -184,15 +188,16 @@ struct MeansProblem {
     args.parts.phase = random.below(100);
     kept.assign(static_cast<size_t>(groups * words), 0u);
     for (int64_t c = 0; c < groups; ++c) {
-      const double share = c % 5 == 0 ? 1.0 : random.uniform();
-      int32_t count = 0;
+      const double kept_share = c % 5 == 0 ? 1.0 : random.uniform();
+      size_t count = 0;
       for (size_t j = 0; j < rows.size(); ++j) {
         const bool missed = c % 5 == 1 && sampled(j);
-        if (!missed && random.uniform() >= share) continue;
+        if (!missed && random.uniform() >= kept_share) continue;
         set_mask_bit(kept.data() + c * words, rows[j]);
         ++count;
       }
-      counts.push_back(count);
+      share.push_back(count == rows.size() ? 0.0f : static_cast<float>(0.1 + 0.8 * random.uniform()));
+      log_mass.push_back(static_cast<float>(random.normal()));
     }
     args.proxy = {.kind = ProxyKind::codes,  // whatever scores the keys, parts multiply them
                   .groups = groups,
@@ -207,7 +212,8 @@ struct MeansProblem {
     args.parts.each = each;
     args.parts.centroids = centroids.data();
     args.parts.sizes = sizes.data();
-    args.parts.counts = counts.data();
+    args.parts.log_mass = log_mass.data();
+    args.rows = groups + 1;
   }
   MeansProblem(const MeansProblem&) = delete;
   MeansProblem& operator=(const MeansProblem&) = delete;
@@ -226,24 +232,28 @@ struct MeansProblem {
 };
 
 struct MeansOutput {
-  Guarded<float> value, log_mass;
+  Guarded<float> value, share;
   GuardedScratch scratch;
+  TailArgs args;
   MeansOutput(const Exec& exec, const MeansProblem& problem)
       : value(problem.groups * problem.each * problem.dim),
-        log_mass(problem.groups * problem.each),
-        scratch(backend().tail_scratch(exec, sizes_of(problem.args))) {
-    TailArgs args = problem.args;
+        share(problem.groups + 1),
+        scratch(backend().tail_scratch(exec, sizes_of(problem.args))),
+        args(problem.args) {
+    std::copy(problem.share.begin(), problem.share.end(), share.data());
     args.value = value.data();
-    args.parts.log_mass = log_mass.data();
+    args.share = share.data();
     args.scratch = scratch_of(scratch);
-    backend().tail(exec, args);
   }
+  std::vector<uint8_t> all() const { return joined_bytes(value, share); }
 };
 
 void expect_means(const Exec& exec, const MeansProblem& problem) {
   const bool bf16_dots = problem.args.v.dtype == DType::bf16 && exec.attend_kernels_bf16 != nullptr;
   const double rounding = bf16_dots ? 0x1p-5 : limits().tail_mean;
   MeansOutput found(exec, problem);
+  run_tail(exec, std::span(&found.args, 1));
+  ASSERT_EQ(found.share[problem.groups], 0);
   for (int64_t u = 0; u < problem.groups * problem.each; ++u) {
     const int64_t group = u / problem.each;
     const auto dropped = [&](size_t j) {
@@ -267,12 +277,8 @@ void expect_means(const Exec& exec, const MeansProblem& problem) {
         square[static_cast<size_t>(c)] += term * term;
       }
     }
-    if (!lives) {
-      ASSERT_EQ(found.log_mass[u], -kInf) << "part " << u;
-    } else {
-      const double scale = in_sample > 0 ? all / in_sample : 1;
-      ASSERT_NEAR(found.log_mass[u], std::log(problem.args.weight * scale * mass), 1e-4) << "part " << u;
-    }
+    const double share = problem.args.weight * static_cast<double>(problem.share[static_cast<size_t>(group)]);
+    ASSERT_NEAR(found.share[group], share, 1e-6) << "group " << group;
     for (int64_t c = 0; c < problem.dim; ++c) {
       const double want = lives ? mean[static_cast<size_t>(c)] / mass : 0;
       const double size = lives ? std::sqrt(square[static_cast<size_t>(c)]) / mass : 0;
@@ -281,7 +287,7 @@ void expect_means(const Exec& exec, const MeansProblem& problem) {
   }
 }
 
-TEST(PartMeansOnCpu, DifferentialAgainstFloat64) {
+TEST(PartMeans, DifferentialAgainstFloat64) {
   each_machine([](const Exec& exec) {
     for (uint64_t seed = 0; seed < 120; ++seed) {
       SCOPED_TRACE(fmt::format("seed {}", seed));
@@ -296,25 +302,19 @@ TEST(PartMeansOnCpu, DifferentialAgainstFloat64) {
 }
 
 // Head h of a chunk begins h keys later.
-TEST(PartMeansOnCpu, HeadsWeighKeysOfTheirOwn) {
+TEST(PartMeans, HeadsWeighKeysOfTheirOwn) {
   each_machine([](const Exec& exec) {
     Random random(8);
-    MeansProblem problem(random, DType::f32, 9, 2, 200, 24, 5);
-    const int64_t rows = problem.groups * problem.each;
-    Guarded<float> value(2 * rows * problem.dim), log_mass(2 * rows);
-    TailArgs args = problem.args;
-    args.heads = 2;
-    args.value = {value.data(), rows * problem.dim};
-    args.parts.log_mass = {log_mass.data(), rows};
-    GuardedScratch scratch(backend().tail_scratch(exec, sizes_of(args)));
-    args.scratch = scratch_of(scratch);
-    backend().tail(exec, args);
-    for (int64_t h = 0; h < 2; ++h, ++problem.args.parts.phase) {
+    MeansProblem problem(random, limits().finest, 9, 2, 200, 24, 5);
+    MeansOutput first(exec, problem), second(exec, problem);
+    run_tail(exec, std::vector{first.args, second.args});
+    EXPECT_FALSE(first.all() == second.all());
+    for (MeansOutput* each : {&first, &second}) {
       MeansOutput alone(exec, problem);
-      for (int64_t u = 0; u < rows; ++u) ASSERT_EQ(log_mass[h * rows + u], alone.log_mass[u]) << "head " << h;
-      for (int64_t i = 0; i < rows * problem.dim; ++i) ASSERT_EQ(value[h * rows * problem.dim + i], alone.value[i]);
+      run_tail(exec, std::span(&alone.args, 1));
+      EXPECT_TRUE(alone.all() == each->all()) << "head " << (each == &second);
+      ++problem.args.parts.phase;
     }
-    EXPECT_FALSE(std::equal(log_mass.data(), log_mass.data() + rows, log_mass.data() + rows));
   });
 }
 
@@ -325,7 +325,33 @@ TEST(PartMeansOnCpu, WithoutRoomForTheMatrixTheBitsAreTheSame) {
     Exec narrow = exec;
     narrow.proxy_floats = 0;
     MeansOutput wide(exec, problem), rows(narrow, problem);
-    EXPECT_EQ(joined_bytes(wide.value, wide.log_mass), joined_bytes(rows.value, rows.log_mass));
+    run_tail(exec, std::span(&wide.args, 1));
+    run_tail(narrow, std::span(&rows.args, 1));
+    EXPECT_TRUE(wide.all() == rows.all());
+  });
+}
+
+// On the CPU a call refuses such values.
+TEST(PartMeansOnDevice, KeptValuesDoNotReachTheMean) {
+  each_machine([](const Exec& exec) {
+    for (const double poison : {std::numeric_limits<double>::quiet_NaN(), kInf}) {
+      Random random(9);
+      MeansProblem problem(random, limits().finest, 6, 3, 400, 64, 4);
+      MeansOutput clean(exec, problem), poisoned(exec, problem);
+      run_tail(exec, std::span(&clean.args, 1));
+      const int32_t token = problem.rows[problem.rows.size() / 2];
+      for (int64_t c = 0; c < problem.groups; ++c) {
+        uint32_t* mask = problem.kept.data() + c * mask_words(problem.tokens);
+        if (mask_bit(mask, token)) continue;
+        set_mask_bit(mask, token);
+      }
+      run_tail(exec, std::span(&clean.args, 1));
+      for (int64_t c = 0; c < problem.dim; ++c) problem.v.set(token, c, poison);
+      run_tail(exec, std::span(&poisoned.args, 1));
+      for (int64_t i = 0; i < problem.groups * problem.each * problem.dim; ++i) {
+        ASSERT_NEAR(clean.value[i], poisoned.value[i], 0x1p-6) << "element " << i;
+      }
+    }
   });
 }
 
@@ -364,39 +390,57 @@ void expect_head(const Inputs& in, const Plan& plan, const Result& result, const
       members.push_back(row_of(in.q, in.q_tokens, i));
     }
     const Parts64 split(members, static_cast<int64_t>(parts), 4);
+    std::vector<double> centre(static_cast<size_t>(dim));  // of the group
+    for (const auto& member : members) {
+      for (size_t c = 0; c < centre.size(); ++c) centre[c] += member[c] / static_cast<double>(members.size());
+    }
+    for (double& x : centre) x = reference::rounded(x, in.dtype);
+    double dropped = 0, all = 0;
+    for (int64_t j = 0; j < in.k_tokens; ++j) {
+      if (!extra.valid_key(in, b, j) && !mask_bit(keep, j)) continue;
+      const double weight = std::exp(dot(centre, row_of(in.k, in.k_tokens, j)));
+      all += weight;
+      if (!mask_bit(mask, j) && !mask_bit(keep, j)) dropped += weight;
+    }
+    const double share = std::min(plan.settings.tail_weight * dropped / all, 1 - 0x1p-10);
+    const auto sees = [&](int64_t j) { return mask_bit(mask, j) || mask_bit(keep, j); };
+    std::vector<std::vector<double>> seen, means;  // of each query
     for (size_t i = 0; i < queries.size(); ++i) {
+      seen.push_back(exact_row(in, b, h, queries[i], sees, scale));
       std::vector<double> centroid = split.centroids[static_cast<size_t>(split.part_of[i])];
       for (double& x : centroid) x = reference::rounded(x, in.dtype);
-      double dropped = 0, in_sample = 0, mass = 0;
-      std::vector<double> mean(static_cast<size_t>(dim));
+      double mass = 0;
+      std::vector<double>& mean = means.emplace_back(static_cast<size_t>(dim));
       for (size_t j = 0; j < keys.size(); ++j) {
-        if (mask_bit(mask, keys[j])) continue;
-        ++dropped;
-        if (static_cast<int64_t>(j) % stride != phase) continue;
-        ++in_sample;
+        if (mask_bit(mask, keys[j]) || static_cast<int64_t>(j) % stride != phase) continue;
         const double weight = std::exp(dot(centroid, row_of(in.k, in.k_tokens, keys[j])));
         const auto value = row_of(in.v, in.k_tokens, keys[j]);
         mass += weight;
         for (size_t c = 0; c < mean.size(); ++c) mean[c] += weight * value[c];
       }
-      const auto sees = [&](int64_t j) { return mask_bit(mask, j) || mask_bit(keep, j); };
+      for (double& x : mean) x = mass > 0 ? x / mass : 0;
+    }
+    for (size_t i = 0; i < queries.size(); ++i) {
+      const size_t first = i / 16 * 16, end = std::min(first + 16, queries.size());
+      std::vector<double> out = seen[i];
+      for (size_t c = 0; c < out.size(); ++c) {
+        double bundle = 0;
+        for (size_t other = first; other < end; ++other) bundle += seen[other][c] / static_cast<double>(end - first);
+        out[c] = (1 - share) * seen[i][c] + share * (means[i][c] + plan.settings.tail_follow * (seen[i][c] - bundle));
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_rows(in, result, b, h, queries[i], out));
       double kept = 0;
       for (int64_t j = 0; j < in.k_tokens; ++j) {
         if (sees(j)) kept += std::exp(dot(members[i], row_of(in.k, in.k_tokens, j)));
       }
-      std::vector<double> out = exact_row(in, b, h, queries[i], sees, scale);
-      const double tail = mass == 0 ? 0 : plan.settings.tail_weight * mass * dropped / in_sample,
-                   share = tail / (tail + kept);
-      for (size_t c = 0; c < out.size(); ++c) out[c] = (1 - share) * out[c] + (mass == 0 ? 0 : share * mean[c] / mass);
-      ASSERT_NO_FATAL_FAILURE(expect_rows(in, result, b, h, queries[i], out));
-      ASSERT_NEAR(result.lse[static_cast<size_t>(head * in.q_tokens + queries[i])], std::log(kept + tail),
+      ASSERT_NEAR(result.lse[static_cast<size_t>(head * in.q_tokens + queries[i])], std::log(kept) - std::log1p(-share),
                   in.dtype == DType::f32 ? 1e-4 : 2e-2);
     }
   }
 }
 
 // Text and padding take part in neither parts nor means, and text queries have no tail.
-TEST(TailMeansOnCpu, CallsAreWhatTheyAreDefinedAs) {
+TEST(TailMeans, CallsAreWhatTheyAreDefinedAs) {
   const Context context = tested_context();
   for (const char* parts : {"1", "3"}) {
     for (const char* stride : {"1", "3"}) {
@@ -423,9 +467,9 @@ TEST(TailMeansOnCpu, CallsAreWhatTheyAreDefinedAs) {
   }
 }
 
-TEST(TailMeansOnCpu, CallsInHalfPrecisionAndOnAnyScale) {
+TEST(TailMeans, CallsInHalfPrecisionAndOnAnyScale) {
   const Context context = tested_context();
-  for (const DType dtype : {DType::f16, DType::bf16, DType::f32}) {
+  for (const DType dtype : limits().dtypes) {
     SCOPED_TRACE(dtype_name(dtype));
     const Inputs in(1, 2, 300, 310, 64, 12, dtype);
     Extra extra;
@@ -436,7 +480,7 @@ TEST(TailMeansOnCpu, CallsInHalfPrecisionAndOnAnyScale) {
   }
 }
 
-TEST(TailMeansOnCpu, NothingDroppedOrNoWeightIsBitwiseWithoutTail) {
+TEST(TailMeans, NothingDroppedOrNoWeightIsBitwiseWithoutTail) {
   const Context context = tested_context();
   const Inputs in(1, 2, 200, 210, 16, 6);
   const auto at = [&](std::initializer_list<std::pair<const char*, const char*>> set) {
@@ -447,7 +491,7 @@ TEST(TailMeansOnCpu, NothingDroppedOrNoWeightIsBitwiseWithoutTail) {
   EXPECT_FALSE(same_bits(at({}), at({{"tail", "none"}})));
 }
 
-TEST(TailMeansOnCpu, BitwiseOverThreadsAndRuns) {
+TEST(TailMeans, BitwiseOverThreadsAndRuns) {
   const Inputs in(2, 2, 500, 500, 32, 9);
   const Settings settings = means_settings("online", {{"target_density", "0.3"}});
   const Result first = run(Plan(tested_context(1), settings, in.shape()), in);
@@ -457,15 +501,15 @@ TEST(TailMeansOnCpu, BitwiseOverThreadsAndRuns) {
 }
 
 // A warm call makes one round from the state's parts: after these have settled, another changes nothing.
-TEST(TailMeansOnCpu, PartsGoOnFromTheState) {
+TEST(TailMeans, PartsGoOnFromTheState) {
   const Context context = tested_context();
   const Inputs in(1, 1, 400, 400, 16, 10);
   const Plan plan(context, means_settings("fixed", {{"tail_parts", "4"}}), in.shape());
   OwnState own(plan);
   const StateLayout layout(plan);
   const auto parts = [&] {
-    const auto* first =
-        static_cast<const float*>(layout.head(layout[StateLayout::part_centroids], own.state.memory(), 0, 0));
+    std::vector<std::byte> saved = own.save();
+    const auto* first = static_cast<const float*>(layout.head(layout[StateLayout::part_centroids], saved.data(), 0, 0));
     return std::vector<float>(first, first + plan.groups * 4 * in.dim);
   };
   Extra extra;
@@ -499,7 +543,7 @@ TEST(TailMeansOnCpu, PartsGoOnFromTheState) {
   EXPECT_EQ(own.save().size(), static_cast<size_t>(plan.state_bytes));
 }
 
-TEST(TailMeansOnCpu, EveryMethodTakesIt) {
+TEST(TailMeans, EveryMethodTakesIt) {
   const Context context = tested_context();
   const Inputs in(1, 2, 260, 260, 64, 7);
   for (const Method& row : methods_table()) {

@@ -128,10 +128,9 @@ Emulated emulate(const AttendArgs& args, bool bytes_of_values) {
         top = std::max(top, seen.back().first);
       }
       const int32_t token = args.order[0][i];
-      const double share = args.mix.share ? static_cast<double>(args.mix.share[0][g]) : 0;
       double total = 0;
       for (auto& [x, j] : seen) total += x = top == -kInf ? 0 : std::exp(x - top);
-      if (total > 0) result.lse[static_cast<size_t>(token)] = top + std::log(total) - std::log1p(-share);
+      if (total > 0) result.lse[static_cast<size_t>(token)] = top + std::log(total);
       for (int64_t c = 0; c < dim; ++c) {
         const auto at = static_cast<size_t>(c);
         double out = 0, cost = 0;
@@ -141,13 +140,14 @@ Emulated emulate(const AttendArgs& args, bool bytes_of_values) {
           cost += weight * (bytes_of_values ? 0.14 * apart + 0x1p-9 * static_cast<double>(far[at]) : 0x1p-8 * std::abs(x));
         }
         if (total > 0) out /= total, cost /= total;
-        const double mixed = share > 0 ? share * static_cast<double>(args.mix.row[0][g * dim + c]) : 0;
         const auto to = static_cast<size_t>(token * dim + c);
-        result.out[to] = (1 - share) * out + mixed;
-        result.slack[to] = (1 - share) * cost + 0x1p-7 * std::abs(result.out[to]) + 1e-6;
+        result.out[to] = out;
+        result.slack[to] = cost + 1e-6;
       }
     }
   }
+  reference::mix(args, result.out, result.lse);
+  for (size_t i = 0; i < result.out.size(); ++i) result.slack[i] += 0x1p-7 * std::abs(result.out[i]);
   return result;
 }
 
@@ -252,7 +252,11 @@ TEST(Products, EqualTheSameArithmeticInFloat64) {
         set_mask_bit(problem.keep.data(), nk - 1);
       }
       if (random.chance(0.4)) problem.add_extra(random, random.pick<int64_t>({1, 40}));
-      if (random.chance(0.4)) problem.add_mix(random);
+      if (random.chance(0.4)) {
+        problem.add_mix(random);
+      } else if (random.chance(0.5)) {
+        problem.add_parts(random);
+      }
       AttendArgs args = problem.args();
       args.products = products;
       ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args));

@@ -220,6 +220,28 @@ void expect_ties_by_index(const Proxy& proxy, int64_t group, const std::vector<i
   }
 }
 
+// What a group drops of the mass of the keys that its rule sees, `kept` of whose scores it keeps.
+void expect_dropped(const Selection& ours, int64_t group, std::vector<double> scores, int64_t kept) {
+  if (ours.dropped.size() == 0) return;
+  if (kept == 0) {  // it has no queries
+    EXPECT_EQ(ours.dropped[group], 0);
+    return;
+  }
+  std::sort(scores.begin(), scores.end(), std::greater<>());
+  const double resolved = limits().threshold * (scores.front() - scores.back());
+  double mass = 0, dropped = 0, like = 0;  // like: of keys that a backend's histogram does not tell from the last
+  for (size_t j = 0; j < scores.size(); ++j) {
+    const double x = std::exp(scores[j] - scores.front());
+    mass += x;
+    if (static_cast<int64_t>(j) >= kept) dropped += x;
+    const double last = scores[static_cast<size_t>(kept - 1)];
+    if (!limits().exact_keys && std::abs(scores[j] - last) <= resolved) like += x;
+  }
+  const auto size = static_cast<int64_t>(scores.size());
+  EXPECT_NEAR(ours.dropped[group], kept == size ? 0 : dropped / mass, limits().mass + like / mass * std::min(1.0, resolved));
+  EXPECT_NEAR(ours.log_mass[group], std::log(mass) + scores.front(), limits().mass * (1 + std::abs(scores.front())));
+}
+
 // Everything that the specification promises of one selection (R3).
 void expect_selection(const Exec& exec, const Problem& problem, const Selection& ours) {
   const WeighArgs& args = problem.args;
@@ -248,6 +270,7 @@ void expect_selection(const Exec& exec, const Problem& problem, const Selection&
     ASSERT_EQ(ours.counts[c], want.counts[static_cast<size_t>(c)]);
     const auto kept = ours.kept(c);
     ASSERT_EQ(static_cast<int64_t>(kept.size()), ours.counts[c]) << "popcount of the mask row";
+    expect_dropped(ours, c, scores, ours.counts[c]);
     if (limits().exact_keys) {
       ASSERT_EQ(kept, reference::top_keys(f32_row(exec, proxy, c), ours.counts[c]));
     } else {
@@ -617,6 +640,137 @@ TEST(Select, ExtremesThatASampleMisses) {
       }
     }
   });
+}
+
+// What the specification promises where the rule sees a sample: its counts there, and all keys from that score up.
+void expect_by_sample(const Exec& exec, const Problem& problem, const Selection& ours) {
+  const WeighArgs& args = problem.args;
+  const Proxy& proxy = args.proxy;
+  const int64_t n = sampled_keys(args);
+  const std::vector<int64_t> sizes(problem.sizes.begin(), problem.sizes.end()),
+      top_p(ours.top_p.data(), ours.top_p.data() + proxy.groups);
+  const auto want = reference::counts(args.rule, sizes, top_p, ours.alpha_used[0], args.density, n);
+  EXPECT_EQ(ours.head_budget[0], of_all_keys(args, want.head_budget));
+  for (int64_t c = 0; c < proxy.groups; ++c) {
+    SCOPED_TRACE(fmt::format("group {}", c));
+    const auto kept = ours.kept(c);
+    ASSERT_EQ(static_cast<int64_t>(kept.size()), ours.counts[c]) << "popcount of the mask row";
+    const int64_t of_sample = want.counts[static_cast<size_t>(c)];
+    const auto scores = limits().exact_keys ? f32_row(exec, proxy, c) : reference::score_row(proxy, c);
+    std::vector<double> sample, sorted;
+    for (int64_t i = 0; i < n; ++i) sample.push_back(scores[static_cast<size_t>(args.phase + i * args.stride)]);
+    expect_dropped(ours, c, sample, of_sample);
+    if (of_sample == 0 || of_sample == n) {
+      ASSERT_EQ(ours.counts[c], of_sample == 0 ? 0 : proxy.count);
+      continue;
+    }
+    sorted = sample;
+    std::sort(sorted.begin(), sorted.end(), std::greater<>());
+    const auto at = [&](int64_t rank) { return sorted[static_cast<size_t>(std::clamp<int64_t>(rank, 1, n) - 1)]; };
+    const double resolved = limits().threshold * (sorted.front() - sorted.back()), threshold = at(of_sample);
+    if (args.rule != Rule::fixed) {
+      const double rho = ours.rho_used[0], score = at(ours.top_p[c]);
+      int64_t like = 0;  // a backend may count any of these before or after it
+      for (const double x : sample) like += limits().exact_keys || std::abs(x - score) > resolved ? 0 : 1;
+      EXPECT_GE(ours.top_p[c] + like, reference::top_p_count(sample, rho >= 1 ? 1 : std::max(1e-12, rho - limits().rho)));
+      EXPECT_LE(ours.top_p[c] - like, reference::top_p_count(sample, rho + limits().rho));
+    }
+    // A row that a backend's histogram does not resolve keeps its share of all keys.
+    if (!limits().exact_keys && ours.counts[c] == of_all_keys(args, of_sample)) continue;
+    const int64_t apart = limits().exact_keys ? 0 : 1;  // keys of the sample
+    const double high = at(of_sample - apart) + resolved, low = at(of_sample + apart) - resolved;
+    int64_t above = 0;
+    for (const double x : scores) above += x > threshold ? 1 : 0;
+    int64_t equal = std::max<int64_t>(0, of_all_keys(args, of_sample) - above);  // that are kept
+    for (int64_t j = 0; j < proxy.count; ++j) {
+      const double x = scores[static_cast<size_t>(j)];
+      const bool in = std::binary_search(kept.begin(), kept.end(), j);
+      if (limits().exact_keys && x == threshold) {
+        ASSERT_EQ(in, equal-- > 0) << "key " << j;
+      } else if (x > high || x < low) {
+        ASSERT_EQ(in, x > high) << "key " << j << " of " << x << ", beside the threshold " << threshold;
+      }
+    }
+  }
+}
+
+TEST(Select, DifferentialBySample) {
+  each_case("select by sample", 1500, [](Case& at) {
+    Random& random = at.random;
+    const int64_t tokens = std::max<int64_t>(at.tokens, 2), count = random.chance(0.6) ? tokens : random.between(2, tokens);
+    Problem problem(random, random.pick<int64_t>({1, 9, 70}), tokens, count, at.tokens >= 1025 ? 40 : at.dim);
+    for (auto& n : problem.sizes) {
+      if (random.chance(0.15)) n = 0;
+    }
+    problem.use_keys(random, at.dtype);
+    problem.use_exact();
+    WeighArgs& args = problem.args;
+    args.stride = std::min(count, random.pick<int64_t>({2, 3, 4, 8, 11}));
+    args.phase = random.below(args.stride);
+    args.rule = random.pick<Rule>({Rule::fixed, Rule::top_p, Rule::hybrid, Rule::online, Rule::target});
+    args.rho = random.pick<double>({1e-6, 0.1, 0.5, 0.9, 0.999999, 1, random.uniform()});
+    problem.alpha = random.pick<double>({0, 0.05, 0.1, 1, random.uniform()});
+    args.density = random.pick<double>({0.000001, 0.1, 0.25, 1, random.uniform()});
+    expect_by_sample(at.exec, problem, Selection(at.exec, problem, at.poison));
+  });
+}
+
+TEST(Select, ASampleMeetsTheDensityOfAllKeys) {
+  each_machine([](const Exec& exec) {
+    Random random(31);
+    Problem problem(random, 60, 20000, 20000, 64);
+    problem.use_keys(random, DType::bf16);
+    problem.use_exact();
+    problem.args.rule = Rule::target;
+    for (const double density : {0.05, 0.1, 0.3}) {
+      for (const int64_t stride : {4, 8}) {
+        problem.args.density = density;
+        problem.args.stride = stride;
+        problem.args.phase = 1;
+        const Selection ours(exec, problem);
+        EXPECT_NEAR(ours.density(), density, 0.01 * density) << "stride " << stride;
+      }
+    }
+  });
+}
+
+// Keys that are equal, or of which one is far from all others: as many as the sample's share, the first.
+TEST(Select, ASampleOfConstantRowsCountsByIndex) {
+  each_machine([](const Exec& exec) {
+    Random random(32);
+    Problem problem(random, 3, 4000, 4000, 40);
+    problem.use_keys(random, limits().finest);
+    for (int64_t j = 1; j < 4000; ++j) problem.k->copy_row(j, 0);
+    problem.use_exact();
+    problem.args.rule = Rule::fixed;
+    problem.args.density = 0.3;
+    problem.args.stride = 4;
+    const Selection ours(exec, problem);
+    for (int64_t c = 0; c < 3; ++c) {
+      ASSERT_EQ(ours.counts[c], 1200);
+      for (int64_t j = 0; j < 4000; ++j) ASSERT_EQ(mask_bit(ours.mask.data() + c * mask_words(4000), j), j < 1200);
+    }
+  });
+}
+
+TEST(Select, ASampleIsRepeatableAndHeadsAreTheirOwn) {
+  Random random(33);
+  std::vector<std::unique_ptr<Problem>> problems;
+  std::vector<KeepArgs> heads;
+  for (int h = 0; h < 3; ++h) {
+    problems.push_back(std::make_unique<Problem>(random, 70, 3000, 2900, 40));
+    Problem& problem = *problems.back();
+    problem.k = std::make_unique<Rows>(random, DType::bf16, 3000, 40, 1.0, 2 * 40);  // side by side
+    problem.args.proxy.k = problem.k->view();
+    problem.use_exact();
+    problem.args.proxy.rows = problems[0]->rows.data();
+    problem.args.rule = Rule::target;
+    problem.args.stride = 4;
+    problem.args.phase = 2;
+    heads.emplace_back().weighed = problem.args;
+  }
+  expect_repeatable([&](const Exec& exec) { return Selection(exec, *problems[1]).all(); });
+  expect_chunk_equals_heads<Output>(heads, run_select);
 }
 
 TEST(Select, NanInKeysOutsideTheRowsNeverLeaks) {

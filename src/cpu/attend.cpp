@@ -19,6 +19,7 @@ namespace scope::cpu {
 namespace {
 
 constexpr int64_t kTileRows = 252;  // queries that share one packed block of keys; a multiple of kStrip
+constexpr int64_t kBundledRows = kTileRows / kBundle * kBundle;
 
 struct Tile {
   int64_t group, begin, end;  // queries order[begin .. end)
@@ -40,7 +41,7 @@ struct Layout {
     const int64_t threads = exec.pool->threads();
     const auto element = static_cast<int64_t>(sizeof(float));  // the largest any arithmetic uses
     stride = round_up(sizes.dim, 2 * kLanes);
-    tiles = arena.take<Tile>(sizes.groups + sizes.q_tokens / kTileRows + 1);
+    tiles = arena.take<Tile>(sizes.groups + sizes.q_tokens / kBundledRows + 1);
     q = arena.take<std::byte>(threads * kTileRows * stride * element);
     k = arena.take<std::byte>(threads * kKeyBlock * stride * element);
     v = arena.take<std::byte>(threads * kKeyBlock * stride * element);
@@ -99,7 +100,6 @@ class Attention {
         mix_share_(args.mix.share[head]),
         mix_row_(args.mix.row[head]),
         mix_part_(args.mix.part[head]),
-        mix_log_mass_(args.mix.log_mass[head]),
         out_(args.out[head]),
         lse_(args.lse[head]),
         kernels_(attend_kernels(exec, args.q.dtype)),
@@ -136,14 +136,16 @@ class Attention {
 
   int64_t begin_of(int64_t group) const { return offsets_ == nullptr ? group * q_.tokens : offsets_[group]; }
 
-  // Large groups are cut into equal tiles. The longest work goes first, so that threads finish together.
+  // Large groups are cut into equal tiles, of whole bundles where these have means. The longest work goes first, so that
+  // threads finish together.
   int64_t make_tiles() {
     int64_t n = 0;
     for (int64_t c = 0; c < args_.groups; ++c) {
       const int64_t begin = begin_of(c), size = begin_of(c + 1) - begin;
-      const int64_t parts = ceil_div(size, kTileRows);
+      const bool bundles = args_.mix.follow > 0;
+      const int64_t parts = ceil_div(size, bundles ? kBundledRows : kTileRows);
       if (parts == 0) continue;
-      const int64_t height = round_up(ceil_div(size, parts), kStrip);
+      const int64_t height = round_up(ceil_div(size, parts), bundles ? kBundle : kStrip);
       for (int64_t at = 0; at < size; at += height) at_.tiles[n++] = {c, begin + at, begin + std::min(at + height, size)};
     }
     std::sort(at_.tiles, at_.tiles + n, [](const Tile& a, const Tile& b) {
@@ -181,18 +183,20 @@ class Attention {
     }
 
     const float share = mix_share_ == nullptr ? 0.0f : mix_share_[tile.group];
-    if (share > 0) mix(tile.group, share, rows, o, l);
+    if (share > 0 && mix_part_ == nullptr) mix(tile.group, share, rows, o, l);
+    for (int64_t i = 0; share > 0 && mix_part_ != nullptr && i < rows; i += kBundle) {
+      mix_parts(share, queries + i, std::min(kBundle, rows - i), o + i * stride, l + i);
+    }
     for (int64_t i = 0; i < rows; ++i) {
-      float inverse = share > 0 ? 1.0f : l[i] == 0.0f ? 0.0f : 1.0f / l[i];
-      float lse = 0;
-      if (lse_ != nullptr || mix_part_ != nullptr) {
-        lse = m[i] * 0.693147180559945f + std::log(l[i]) - std::log1p(-share) + shift(q + i * row_bytes());
-      }
-      if (mix_part_ != nullptr && mix_part(mix_part_[queries[i]], inverse, o + i * stride, lse)) inverse = 1;
+      const float inverse = share > 0 ? 1.0f : inverse_of(l[i]);
       exec_.kernels->store_row(o + i * stride, inverse, q_.dim, out_.dtype, out_.row(queries[i]));
-      if (lse_ != nullptr) lse_[queries[i]] = lse;
+      if (lse_ != nullptr) {
+        lse_[queries[i]] = m[i] * 0.693147180559945f + std::log(l[i]) - std::log1p(-share) + shift(q + i * row_bytes());
+      }
     }
   }
+
+  static float inverse_of(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
   int64_t row_bytes() const { return at_.stride * kernels_.element; }  // of a packed query
 
@@ -216,14 +220,24 @@ class Attention {
     }
   }
 
-  // o = (1 - share) inverse o + share times the part's row, and the log-sum-exp of both; false: there is nothing to mix in.
-  bool mix_part(int32_t part, float inverse, float* o, float& lse) const {
-    if (part < 0 || mix_log_mass_[part] == -std::numeric_limits<float>::infinity()) return false;
-    const float mass = mix_log_mass_[part], kept = std::exp(lse - mass), share = 1 / (1 + kept);
-    const float* row = mix_row_ + part * q_.dim;
-    for (int64_t c = 0; c < q_.dim; ++c) o[c] = o[c] * (inverse * (1 - share)) + share * row[c];
-    lse = lse > mass ? lse + std::log1p(std::exp(mass - lse)) : mass + std::log1p(kept);
-    return true;
+  // One bundle, each query with its part's row: as Mix says.
+  void mix_parts(float share, const int32_t* queries, int64_t n, float* o, const float* l) const {
+    const auto follows = [&](int64_t i) { return args_.mix.follow > 0 && l[i] > 0 && std::isfinite(l[i]); };
+    float mean[kMostChannels] = {};
+    int64_t of = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      if (!follows(i)) continue;
+      ++of;
+      for (int64_t c = 0; c < q_.dim; ++c) mean[c] += o[i * at_.stride + c] / l[i];
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const float* row = mix_row_ + mix_part_[queries[i]] * q_.dim;
+      const float followed = follows(i) ? share * args_.mix.follow : 0,
+                  of_mean = of > 0 ? followed / static_cast<float>(of) : 0;
+      const float scale = (1 - share + followed) * inverse_of(l[i]);
+      float* to = o + i * at_.stride;
+      for (int64_t c = 0; c < q_.dim; ++c) to[c] = to[c] * scale + (share * row[c] - of_mean * mean[c]);
+    }
   }
 
   // One block of keys against every query of the tile.
@@ -270,7 +284,6 @@ class Attention {
   const uint32_t* extra_mask_;
   const float *mix_share_, *mix_row_;
   const int32_t* mix_part_;
-  const float* mix_log_mass_;
   const MutableRowsView out_;
   float* lse_;
   AttendKernels kernels_;

@@ -46,11 +46,14 @@ void weighted_mean(const Exec& exec, const AttendKernels& kernels, const MeanBuf
 
 Mean::Mean(const Exec& exec, const TailArgs& args, int64_t head, const MeanBuffers& at)
     : exec_(exec), args_(args), proxy_(args.proxy), head_(head), at_(at) {
-  const int64_t dim = proxy_.k.dim;
-  std::fill_n(args_.value[head_], args_.rows * dim, 0.0f);
-  std::fill_n(args_.share[head_], args_.rows, 0.0f);
-  std::fill_n(at_.centre, dim, 0.0);
+  std::fill_n(at_.centre, proxy_.k.dim, 0.0);
   if (args_.centred && args_.keep != nullptr) set_centre();
+}
+
+void Mean::clear() const {
+  const int64_t rows = args_.tail == Tail::means ? proxy_.groups : args_.rows;  // means have no row for other queries
+  std::fill_n(args_.value[head_], rows * proxy_.k.dim, 0.0f);
+  std::fill_n(args_.share[head_], args_.rows, 0.0f);
 }
 
 // Calls body(row in f32) for the keys of at most kKeyBlock tokens.
@@ -105,6 +108,11 @@ const uint32_t* Mean::kept_of(int64_t group, int thread) const {
     if (mask_bit(mask, proxy_.rows[j])) set_mask_bit(kept, j);
   }
   return kept;
+}
+
+float Mean::share_of(int64_t group, double dropped, double log_mass, int thread) const {
+  if (dropped == 0) return 0;
+  return static_cast<float>(std::min(args_.weight * dropped / (1 + text_mass(group, log_mass, thread)), 1 - 0x1p-10));
 }
 
 void Mean::sum_up(const ProxyBlock& weights, int thread) const {

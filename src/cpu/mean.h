@@ -30,11 +30,15 @@ void weighted_mean(const Exec& exec, const AttendKernels& kernels, const MeanBuf
 // One head's mean dropped values, and how much of each its group mixes in.
 class Mean {
  public:
-  // Clears the shares of all groups, and finds what sum_up needs.
+  // Finds what the others need.
   Mean(const Exec& exec, const TailArgs& args, int64_t head, const MeanBuffers& at);
 
+  // No group mixes anything in, until sum_up says so.
+  void clear() const;
   // Of some groups, once their masks are there; the rows are used up.
   void sum_up(const ProxyBlock& weights, int thread) const;
+  // Of the share that keep says a group drops of its keys, what it mixes in.
+  float share_of(int64_t group, double dropped, double log_mass, int thread) const;
 
  private:
   template <class Body>

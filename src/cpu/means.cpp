@@ -11,8 +11,6 @@ namespace scope::cpu {
 
 namespace {
 
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
 class PartMeans {
  public:
   PartMeans(const Exec& exec, const TailArgs& args, int64_t head, const PartMeansBuffers& at)
@@ -22,9 +20,8 @@ class PartMeans {
         head_(head),
         rows_(args.proxy.groups * args.parts.each),
         sizes_(args.parts.sizes[head]),
-        counts_(args.parts.counts[head]),
+        share_(args.share[head]),
         value_(args.value[head]),
-        log_mass_(args.parts.log_mass[head]),
         at_(at) {
     // What the logits of parts are made of: always the keys themselves.
     proxy_ = {.kind = ProxyKind::exact,
@@ -41,7 +38,6 @@ class PartMeans {
 
   void run() const {
     std::fill_n(value_, rows_ * args_.v.dim, 0.0f);
-    std::fill_n(log_mass_, rows_, kNothing);
     at_.rows.fill(exec_, proxy_, head_);
     at_.rows.each_block(exec_, proxy_, head_, [&](int64_t first, int64_t n, float* rows, int thread) {
       sum_up({rows, at_.rows.stride, first, n}, thread);
@@ -49,8 +45,6 @@ class PartMeans {
   }
 
  private:
-  int64_t dropped_by(int64_t group) const { return args_.proxy.count - counts_[group]; }
-
   // The rows become weights, and these means.
   void sum_up(const ProxyBlock& weights, int thread) const {
     uint32_t* kept = at_.means.kept + thread * mask_words(proxy_.count);
@@ -59,7 +53,7 @@ class PartMeans {
     for (int64_t i = 0; i < weights.n; ++i) {
       const int64_t part = weights.first + i, group = part / parts_.each;
       float* row = weights.rows + i * weights.stride;
-      if (sizes_[part] == 0 || dropped_by(group) == 0) {
+      if (sizes_[part] == 0 || share_[group] == 0) {
         std::fill_n(row, proxy_.count, 0.0f);
         continue;
       }
@@ -74,16 +68,10 @@ class PartMeans {
       }
       float low = 0, high = 0;
       exec_.kernels->min_max(row, proxy_.count, &low, &high);
-      const double mass = exec_.kernels->weigh_dropped(row, proxy_.count, high, kept).dropped;
-      const double scale = static_cast<double>(dropped_by(group)) / static_cast<double>(sampled);
-      set_mass(part, static_cast<double>(high) + std::log(mass * scale));
+      exec_.kernels->weigh_dropped(row, proxy_.count, high, kept);
     }
     weighted_mean(exec_, attend_kernels(exec_, args_.v.dtype), at_.means, proxy_, args_.v[head_], weights, value_, thread);
     for (int64_t i = 0; i < wholes; ++i) sum_up_all(whole[i], thread);
-  }
-
-  void set_mass(int64_t part, double log_mass) const {
-    log_mass_[part] = static_cast<float>(std::log(args_.weight) + log_mass);
   }
 
   // The sampled keys that a group keeps, as bits; returns how many.
@@ -126,15 +114,15 @@ class PartMeans {
       for (int64_t c = 0; c < dim; ++c) sum[c] += weight * static_cast<double>(row[c]);
     });
     for (int64_t c = 0; c < dim; ++c) value_[part * dim + c] = static_cast<float>(sum[c] / mass);
-    set_mass(part, high + std::log(mass));
   }
 
   const Exec& exec_;
   const TailArgs& args_;
   const Parts& parts_;
   int64_t head_, rows_;
-  const int32_t *sizes_, *counts_;
-  float *value_, *log_mass_;
+  const int32_t* sizes_;
+  const float* share_;
+  float* value_;
   const PartMeansBuffers& at_;
   Proxy proxy_;
 };

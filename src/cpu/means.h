@@ -17,7 +17,7 @@ struct PartMeansBuffers {
   PartMeansBuffers(Arena& arena, const Exec& exec, int64_t rows, int64_t keys, int64_t dim);
 };
 
-// One head's values and log-masses.
+// One head's values, once its shares are there.
 void part_means(const Exec& exec, const TailArgs& args, int64_t head, const PartMeansBuffers& at);
 
 }  // namespace scope::cpu

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <span>
 
@@ -79,11 +80,17 @@ struct Weights {
 struct Layout {
   ProxyRows rows;
   MeanBuffers means;
-  int32_t* candidates;  // [threads, tokens] positions in one bin
+  int32_t* candidates;        // [threads, keys] positions in one bin
+  int32_t* sample = nullptr;  // [keys] tokens of the sample
+  float* scores = nullptr;    // [threads, keys] a row's scores of the sample
 
-  Layout(Arena arena, const Exec& exec, int64_t groups, int64_t count, int64_t dim, int64_t* bytes = nullptr)
+  Layout(Arena arena, const Exec& exec, int64_t groups, int64_t count, int64_t dim, bool sampled, int64_t* bytes = nullptr)
       : rows(arena, exec, groups, count, dim), means(arena, exec, count, dim) {
     candidates = arena.take<int32_t>(exec.pool->threads() * count);
+    if (sampled) {
+      sample = arena.take<int32_t>(count);
+      scores = arena.take<float>(exec.pool->threads() * count);
+    }
     if (bytes != nullptr) *bytes = arena.used();
   }
 };
@@ -136,20 +143,22 @@ class KeySelector {
         args_(args),
         head_(head),
         groups_(args.proxy.groups),
-        n_(args.proxy.count),
+        n_(sampled_keys(args)),
         form_(form_of(args)),
         sizes_(args.sizes[head]),
         top_p_(args.top_p[head]),
         weights_(weights_of(args, head, Weights::bytes(args.proxy.groups)), args.proxy.groups),
-        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.groups, args.proxy.count, args.proxy.k.dim) {}
+        at_(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.groups, args.proxy.count, args.proxy.k.dim,
+            sampled()) {}
 
   void weigh() {
     *weights_.alpha = lowered_alpha(args_, head_, form_.goal);
     std::fill_n(top_p_, groups_, 0);
     if (!form_.by_mass) return;
     std::fill_n(weights_.base, groups_, 0);
-    at_.rows.fill(exec_, args_.proxy, head_);
-    each_row([&](int64_t c, const float* row, int thread) {
+    const Proxy seen = seen_by_rule();
+    at_.rows.fill(exec_, seen, head_);
+    each_row(seen, [&](int64_t c, const float* row, int thread) {
       fill_histogram(row, weights_.histograms[c], true);
       if (form_.goal == 0) top_p_[c] = top_p_count(c, row, args_.rho, thread);
     });
@@ -157,27 +166,40 @@ class KeySelector {
 
   void keep(const KeepArgs& out) {
     double rho = args_.rho;
-    at_.rows.fill(exec_, args_.proxy, head_);
     if (form_.goal > 0) {
+      const Proxy seen = seen_by_rule();
+      at_.rows.fill(exec_, seen, head_);
       rho = out.rho != nullptr ? *out.rho : solve_rho(form_.goal, [&](double at) { return density_of(kept_at(at), n_); });
-      each_row([&](int64_t c, const float* row, int thread) { top_p_[c] = top_p_count(c, row, rho, thread); });
+      each_row(seen, [&](int64_t c, const float* row, int thread) { top_p_[c] = top_p_count(c, row, rho, thread); });
     }
+    if (form_.goal == 0 || sampled()) at_.rows.fill(exec_, args_.proxy, head_);
     int32_t* counts = out.counts[head_];
-    *out.head_budget[head_] = set_counts(counts);
+    *out.head_budget[head_] = of_all_keys(args_, set_counts(counts));
     *out.rho_used[head_] = rho;
     *out.alpha_used[head_] = *weights_.alpha;
     for (int64_t c = 0; c < groups_; ++c) {
       if (sizes_[c] == 0) counts[c] = top_p_[c] = 0;
     }
+    dropped_ = out.dropped[head_];
+    log_mass_ = out.log_mass[head_];
+    for (int64_t c = 0; dropped_ != nullptr && c < groups_; ++c) {
+      dropped_[c] = 0;
+      log_mass_[c] = -std::numeric_limits<float>::infinity();
+    }
     uint32_t* mask = out.mask[head_];
     const int64_t words = mask_words(args_.proxy.k.tokens);
     std::fill_n(mask, groups_ * words, 0u);
     const auto emit_row = [&](int64_t c, const float* row, int thread) {
-      emit(c, row, counts[c], mask + c * words, thread);
+      if (sampled()) {
+        counts[c] = emit_by_sample(c, row, counts[c], mask + c * words, thread);
+      } else {
+        emit(c, row, counts[c], mask + c * words, thread);
+      }
     };
-    if (out.mean == nullptr) return each_row(emit_row);
+    if (out.mean == nullptr) return each_row(args_.proxy, emit_row);
     const Mean mean(exec_, *out.mean, head_, at_.means);
-    each_block([&](int64_t first, int64_t n, float* rows, int thread) {
+    mean.clear();
+    at_.rows.each_block(exec_, args_.proxy, head_, [&](int64_t first, int64_t n, float* rows, int thread) {
       rows_of(first, n, rows, thread, emit_row);
       mean.sum_up({rows, at_.rows.stride, first, n}, thread);
     });
@@ -207,10 +229,18 @@ class KeySelector {
   }
 
  private:
-  template <class Body>
-  void each_block(const Body& body) {
-    at_.rows.each_block(exec_, args_.proxy, head_, body);
+  bool sampled() const { return args_.stride > 1; }
+  // Sampled key i among all.
+  int64_t place(int64_t i) const { return args_.phase + i * args_.stride; }
+  Proxy seen_by_rule() const {
+    Proxy proxy = args_.proxy;
+    if (!sampled()) return proxy;
+    for (int64_t i = 0; i < n_; ++i) at_.sample[i] = args_.proxy.rows[place(i)];
+    proxy.count = n_;
+    proxy.rows = at_.sample;
+    return proxy;
   }
+
   // Of the groups with queries.
   template <class Body>
   void rows_of(int64_t first, int64_t n, const float* rows, int thread, const Body& body) {
@@ -219,8 +249,10 @@ class KeySelector {
     }
   }
   template <class Body>
-  void each_row(const Body& body) {
-    each_block([&](int64_t first, int64_t n, const float* rows, int thread) { rows_of(first, n, rows, thread, body); });
+  void each_row(const Proxy& proxy, const Body& body) {
+    at_.rows.each_block(exec_, proxy, head_, [&](int64_t first, int64_t n, const float* rows, int thread) {
+      rows_of(first, n, rows, thread, body);
+    });
   }
 
   void fill_histogram(const float* row, Histogram& h, bool with_mass) {
@@ -304,7 +336,7 @@ class KeySelector {
   // The `keep` keys with the highest scores, equal scores in ascending index.
   void emit(int64_t c, const float* row, int64_t keep, uint32_t* mask, int thread) {
     Histogram& h = weights_.histograms[c];
-    if (!form_.by_mass) fill_histogram(row, h, false);
+    if (!form_.by_mass) fill_histogram(row, h, dropped_ != nullptr);
     const int64_t b = std::lower_bound(h.count, h.count + kBins, keep) - h.count;
     const int64_t before = b == 0 ? 0 : h.count[b - 1];
 
@@ -312,17 +344,59 @@ class KeySelector {
     const auto last = keys.begin() + (keep - before - 1);
     std::nth_element(keys.begin(), last, keys.end(),
                      [&](int32_t x, int32_t y) { return row[x] != row[y] ? row[x] > row[y] : x < y; });
+    set_dropped(c, h, row, {keys.begin(), last + 1}, keep);
     const float threshold = row[*last];
-    // `candidates` is still in use, so the bits go straight to their token positions.
-    uint32_t words[kBinChunk / 32];
-    for (int64_t j = 0; j < n_; j += kBinChunk) {
-      const int64_t n = std::min(kBinChunk, n_ - j);
-      exec_.kernels->above(row + j, n, threshold, words);
-      for (int64_t w = 0; w < ceil_div(n, 32); ++w) place_word(mask, args_.proxy.rows, n_, j + 32 * w, words[w]);
-    }
+    emit_above(row, n_, threshold, mask);
     for (auto key = keys.begin(); key <= last; ++key) {
       if (row[*key] == threshold) set_mask_bit(mask, args_.proxy.rows[*key]);
     }
+  }
+
+  // As WeighArgs says, where the rule keeps `keep` of the sample; returns how many of all.
+  int32_t emit_by_sample(int64_t c, const float* row, int64_t keep, uint32_t* mask, int thread) {
+    const int64_t all = args_.proxy.count, share = of_all_keys(args_, keep);
+    float* scores = at_.scores + thread * all;
+    for (int64_t i = 0; i < n_; ++i) scores[i] = row[place(i)];
+    Histogram& h = weights_.histograms[c];
+    if (!form_.by_mass) fill_histogram(scores, h, dropped_ != nullptr);
+    const int64_t b = std::lower_bound(h.count, h.count + kBins, keep) - h.count;
+    auto keys = collect(scores, h, b, thread);
+    const auto last = keys.begin() + (keep - (b == 0 ? 0 : h.count[b - 1]) - 1);
+    std::nth_element(keys.begin(), last, keys.end(), [&](int32_t x, int32_t y) { return scores[x] > scores[y]; });
+    set_dropped(c, h, scores, {keys.begin(), last + 1}, keep);
+    const float threshold = keep == n_ ? -std::numeric_limits<float>::infinity() : scores[*last];
+    int64_t kept = emit_above(row, all, threshold, mask);
+    for (int64_t j = 0; j < all && kept < share; ++j) {
+      if (row[j] != threshold) continue;
+      set_mask_bit(mask, args_.proxy.rows[j]);
+      ++kept;
+    }
+    return static_cast<int32_t>(kept);
+  }
+
+  // inside: the keys of the last bin that are kept.
+  void set_dropped(int64_t c, const Histogram& h, const float* row, std::span<const int32_t> inside, int64_t keep) {
+    if (dropped_ == nullptr) return;
+    const int64_t before = keep - static_cast<int64_t>(inside.size());
+    double kept = before == 0 ? 0 : h.mass[std::lower_bound(h.count, h.count + kBins, before) - h.count];
+    for (const int32_t key : inside) kept += std::exp(static_cast<double>(row[key]) - static_cast<double>(h.high));
+    dropped_[c] = keep == n_ ? 0.0f : static_cast<float>(std::max(0.0, 1 - kept / h.total()));
+    log_mass_[c] = static_cast<float>(static_cast<double>(h.high) + std::log(h.total()));
+  }
+
+  // Bits of the keys whose scores are above the threshold; returns how many.
+  int64_t emit_above(const float* row, int64_t count, float threshold, uint32_t* mask) const {
+    int64_t kept = 0;
+    uint32_t words[kBinChunk / 32];
+    for (int64_t j = 0; j < count; j += kBinChunk) {
+      const int64_t n = std::min(kBinChunk, count - j);
+      exec_.kernels->above(row + j, n, threshold, words);
+      for (int64_t w = 0; w < ceil_div(n, 32); ++w) {
+        place_word(mask, args_.proxy.rows, count, j + 32 * w, words[w]);
+        kept += std::popcount(words[w]);
+      }
+    }
+    return kept;
   }
 
   const Exec& exec_;
@@ -333,6 +407,7 @@ class KeySelector {
   int32_t* top_p_;
   Weights weights_;
   Layout at_;
+  float *dropped_ = nullptr, *log_mass_ = nullptr;
 };
 
 }  // namespace
@@ -346,7 +421,7 @@ int64_t weights_bytes(const Exec&, const Sizes& sizes) {
 int64_t weigh_scratch(const Exec& exec, const Sizes& sizes) {
   if (sizes.whole_codes) return weigh_codes_scratch(exec, sizes.groups, sizes.codes);
   int64_t bytes = 0;
-  Layout(Arena(), exec, sizes.groups, sizes.k_tokens, sizes.dim, &bytes);
+  Layout(Arena(), exec, sizes.groups, sizes.k_tokens, sizes.dim, sizes.sampled, &bytes);
   return bytes;
 }
 

@@ -25,7 +25,7 @@ class SampleKept {
  public:
   explicit SampleKept(const SolveArgs& args)
       : heads_(args.weighed.heads),
-        keys_(args.weighed.proxy.count),
+        keys_(sampled_keys(args.weighed)),
         each_(Arena(args.scratch.data, args.scratch.bytes).take<Kept>(heads_)) {}
   static int64_t bytes(int64_t heads) { return heads * static_cast<int64_t>(sizeof(Kept)); }
 

@@ -124,30 +124,40 @@ void mask_dropped_codes(const Exec& exec, const TailArgs& args, int64_t head, co
 }  // namespace
 
 int64_t tail_scratch(const Exec& exec, const Sizes& sizes) {
-  if (sizes.parts > 0) {
-    Arena arena;
-    PartMeansBuffers(arena, exec, sizes.groups * sizes.parts, sizes.k_tokens, sizes.dim);
-    return arena.used();
-  }
   int64_t bytes = 0;
   Layout(Arena(), exec, sizes.groups, sizes.k_tokens, sizes.dim, sizes.codes, &bytes);
-  return bytes;
+  if (sizes.parts == 0) return bytes;
+  Arena arena;
+  PartMeansBuffers(arena, exec, sizes.groups * sizes.parts, sizes.k_tokens, sizes.dim);
+  return std::max(bytes, arena.used());
 }
 
 void tail(const Exec& exec, const TailArgs& args) {
   if (args.tail == Tail::none) return;
-  if (args.tail == Tail::means) {
-    Arena arena(args.scratch.data, args.scratch.bytes);
-    const PartMeansBuffers at(arena, exec, args.proxy.groups * args.parts.each, args.proxy.count, args.proxy.k.dim);
-    for (int64_t h = 0; h < args.heads; ++h) part_means(exec, args, h, at);
-    return;
-  }
   const Layout at(Arena(args.scratch.data, args.scratch.bytes), exec, args.proxy.groups, args.proxy.count, args.proxy.k.dim,
                   args.proxy.codes);
+  const auto group_means = [&](int64_t h) {
+    const Mean mean(exec, args, h, at.means);
+    mean.clear();
+    at.rows.fill(exec, args.proxy, h);
+    at.rows.each_block(exec, args.proxy, h, [&](int64_t first, int64_t n, float* rows, int thread) {
+      mean.sum_up({rows, at.rows.stride, first, n}, thread);
+    });
+  };
+  // From what keep found.
+  const auto group_shares = [&](int64_t h) {
+    const Mean mean(exec, args, h, at.means);
+    float* share = args.share[h];
+    const float* log_mass = args.parts.log_mass[h];
+    exec.pool->run(args.rows, [&](int64_t c, int thread) {
+      share[c] = c < args.proxy.groups
+                     ? mean.share_of(c, static_cast<double>(share[c]), static_cast<double>(log_mass[c]), thread)
+                     : 0;
+    });
+  };
   for (int64_t h = 0; h < args.heads; ++h) {
     switch (args.tail) {
       case Tail::none:
-      case Tail::means:
         break;
       case Tail::first_order:
         FirstOrder(exec, args, h, at).run();
@@ -155,12 +165,14 @@ void tail(const Exec& exec, const TailArgs& args) {
       case Tail::centroids:
         mask_dropped_codes(exec, args, h, at);
         break;
-      case Tail::mean: {
-        const Mean mean(exec, args, h, at.means);
-        at.rows.fill(exec, args.proxy, h);
-        at.rows.each_block(exec, args.proxy, h, [&](int64_t first, int64_t n, float* rows, int thread) {
-          mean.sum_up({rows, at.rows.stride, first, n}, thread);
-        });
+      case Tail::mean:
+        group_means(h);
+        break;
+      case Tail::means: {
+        args.parts.log_mass ? group_shares(h) : group_means(h);
+        Arena arena(args.scratch.data, args.scratch.bytes);
+        part_means(exec, args, h,
+                   PartMeansBuffers(arena, exec, args.proxy.groups * args.parts.each, args.proxy.count, args.proxy.k.dim));
         break;
       }
     }

@@ -231,6 +231,8 @@ void attend(const Exec& exec, const AttendArgs& args) {
                     .extra_mask = in.extra_mask,
                     .mix_share = args.mix.share,
                     .mix_row = args.mix.row,
+                    .mix_part = args.mix.part,
+                    .follow = args.mix.follow,
                     .tiles = nullptr,
                     .tile_count = nullptr,
                     .next_tile = nullptr,

@@ -34,12 +34,27 @@ struct AttendLaunch {
   PerHead<const float> extra_bias;           // [E]
   PerHead<const uint32_t> extra_mask;        // [groups, mask_words(E)]
   PerHead<const float> mix_share, mix_row;   // [groups], [groups, dim]; null: nothing is mixed in
+  PerHead<const int32_t> mix_part;           // [q_tokens] a query's row of mix_row; null: its group's
+  float follow;                              // as Mix has it
   const AttendTile* tiles;                   // in the order in which blocks should take them
   const int32_t* tile_count;                 // [1] on the device
   int32_t* next_tile;                        // [1] on the device, 0 at launch: blocks take tiles by atomicAdd
   int32_t most_tiles;                        // upper bound of *tile_count, known on the host
   Products products;
   EightBits eight;  // in the place of q and k, and with qkv8 of v
+};
+
+// How much of which row a query mixes in.
+struct Mixed {
+  float share;
+  const float* row;  // null: nothing is mixed in
+
+  // token: negative where there is no query.
+  __device__ Mixed(const AttendLaunch& at, const AttendTile& tile, int32_t token)
+      : share(at.mix_share ? at.mix_share[tile.head][tile.group] : 0.0f), row(nullptr) {
+    if (!(share > 0) || token < 0) return;
+    row = at.mix_row[tile.head] + int64_t{at.mix_part ? at.mix_part[tile.head][token] : tile.group} * at.dim;
+  }
 };
 
 void attend_sm80(const Exec& exec, const AttendLaunch& at);  // portable: mma.sync, cp.async; no qkv8

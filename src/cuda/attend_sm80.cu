@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "cuda/attend.h"
-#include "cuda/device/ptx_sm80.cuh"
+#include "cuda/device/bundle.cuh"
 
 namespace scope::cuda {
 
@@ -324,30 +324,42 @@ __device__ void attend_tile(const AttendLaunch& at, Shared<kDim, kHalves, kBytes
   copy_async_wait();  // a tile without keys has only waited for them, not for Q
 
   const int lane = thread_index() % 32;
-  const float share = at.mix_share ? at.mix_share[tile.head][tile.group] : 0.0f;
-  const float* mixed = share > 0 ? at.mix_row[tile.head] + int64_t{tile.group} * at.dim + 2 * (lane % 4) : nullptr;
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
+    float all[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float all = sum[h][r];
-      all += __shfl_xor_sync(0xffffffffu, all, 1);
-      all += __shfl_xor_sync(0xffffffffu, all, 2);
-      const int row = row_of(h, r);
-      if (row >= tile.rows) continue;
-      const int64_t token = query(row);
-      const float scale = all == 0 ? 0 : (1 - share) / all;
-      uint16_t* out = at.out.row(tile.head, token) + 2 * (lane % 4);
+      all[r] = sum[h][r];
+      all[r] += __shfl_xor_sync(0xffffffffu, all[r], 1);
+      all[r] += __shfl_xor_sync(0xffffffffu, all[r], 2);
+    }
+    const Bundle<T> bundle(at, Mixed(at, tile, -1).share, all, row_of(h, 0) < tile.rows, row_of(h, 1) < tile.rows);
+    uint16_t* out[2];  // null: there is no such query
+    const float* added[2];
+    float scale[2], share = 0;
 #pragma unroll
-      for (int d = 0; d < kDim / 8; ++d) {
-        if (8 * d >= at.dim) break;
-        float2 x{o[h][d][2 * r] * scale, o[h][d][2 * r + 1] * scale};
-        if (mixed != nullptr) x = {fmaf(share, mixed[8 * d], x.x), fmaf(share, mixed[8 * d + 1], x.y)};
-        *reinterpret_cast<uint32_t*>(out + 8 * d) = pack<T>(x.x, x.y);
-      }
-      if (at.lse && lane % 4 == 0) {
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(h, r);
+      const int64_t token = row < tile.rows ? query(row) : -1;
+      const Mixed mixed(at, tile, static_cast<int32_t>(token));
+      share = mixed.share;
+      out[r] = token < 0 ? nullptr : at.out.row(tile.head, token) + 2 * (lane % 4);
+      added[r] = mixed.row == nullptr ? nullptr : mixed.row + 2 * (lane % 4);
+      scale[r] = all[r] == 0 ? 0 : bundle.kept[r] / all[r];
+      if (at.lse && token >= 0 && lane % 4 == 0) {
         const float shift = kBytes ? at.eight.q_shift[tile.head][tile.begin + row] : 0;
-        at.lse[tile.head][token] = (top[h][r] + shift) * at.scale + logf(all) - log1pf(-share);
+        at.lse[tile.head][token] = (top[h][r] + shift) * at.scale + logf(all[r]) - log1pf(-share);
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) {
+      if (8 * d >= at.dim) break;
+      const float2 column = bundle.columns(o[h][d][0], o[h][d][1], o[h][d][2], o[h][d][3]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float2 x{o[h][d][2 * r] * scale[r] - bundle.of(r, column.x), o[h][d][2 * r + 1] * scale[r] - bundle.of(r, column.y)};
+        if (added[r] != nullptr) x = {fmaf(share, added[r][8 * d], x.x), fmaf(share, added[r][8 * d + 1], x.y)};
+        if (out[r] != nullptr) *reinterpret_cast<uint32_t*>(out[r] + 8 * d) = pack<T>(x.x, x.y);
       }
     }
   }

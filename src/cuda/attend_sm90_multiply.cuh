@@ -4,63 +4,90 @@
 #include <type_traits>
 
 #include "cuda/attend_sm90.cuh"
+#include "cuda/device/bundle.cuh"
 
 namespace scope::cuda::attend90 {
 
-// Writes a row's part that a quad holds: after a transpose each lane has eight consecutive channels of every 32.
-// `mixed`: what is added, times `share`; null: nothing.
+// The two rows of a lane, as they are written.
+template <DType kType>
+struct Rows {
+  uint16_t* to[2];  // null: there is no such query
+  float scale[2];   // of sums of weighted values
+  Mixed mixed[2];
+  Bundle<Element<kType>> bundle;
+};
+
+// Writes the parts of rows that a quad holds: after a transpose each lane has eight consecutive channels of every 32.
 template <DType kType, int kCount>
-__device__ void store_row(const float (&o)[kCount], int h, float scale, const float* mixed, float share, uint16_t* row,
-                          int dim) {
+__device__ void store_rows(const float (&o)[kCount], const Rows<kType>& rows, int dim) {
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int g = 0; g < kCount / 16; ++g) {
-    uint32_t w[4];
+    float2 column[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int i = 16 * g + 4 * j + 2 * h;
-      const int channel = 32 * g + 8 * j + 2 * lane;
-      float2 x{o[i] * scale, o[i + 1] * scale};
-      if (mixed != nullptr && channel < dim) {
-        const float2 added = *reinterpret_cast<const float2*>(mixed + channel);
-        x = {fmaf(share, added.x, x.x), fmaf(share, added.y, x.y)};
-      }
-      w[j] = pack<kType>(x.x, x.y);
+      const int i = 16 * g + 4 * j;
+      column[j] = rows.bundle.columns(o[i], o[i + 1], o[i + 2], o[i + 3]);
     }
 #pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-      const bool upper = lane & bit;
+    for (int h = 0; h < 2; ++h) {
+      uint32_t w[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (j & bit) continue;
-        const uint32_t got = __shfl_xor_sync(~0u, upper ? w[j] : w[j | bit], bit);
-        (upper ? w[j] : w[j | bit]) = got;
+        const int i = 16 * g + 4 * j + 2 * h;
+        const int channel = 32 * g + 8 * j + 2 * lane;
+        float2 x{o[i] * rows.scale[h] - rows.bundle.of(h, column[j].x),
+                 o[i + 1] * rows.scale[h] - rows.bundle.of(h, column[j].y)};
+        const Mixed& mixed = rows.mixed[h];
+        if (mixed.row != nullptr && channel < dim) {
+          const float2 added = *reinterpret_cast<const float2*>(mixed.row + channel);
+          x = {fmaf(mixed.share, added.x, x.x), fmaf(mixed.share, added.y, x.y)};
+        }
+        w[j] = pack<kType>(x.x, x.y);
       }
+#pragma unroll
+      for (int bit = 1; bit <= 2; bit *= 2) {
+        const bool upper = lane & bit;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (j & bit) continue;
+          const uint32_t got = __shfl_xor_sync(~0u, upper ? w[j] : w[j | bit], bit);
+          (upper ? w[j] : w[j | bit]) = got;
+        }
+      }
+      const int channel = 32 * g + 8 * lane;
+      if (rows.to[h] != nullptr && channel < dim) *reinterpret_cast<uint4*>(rows.to[h] + channel) = {w[0], w[1], w[2], w[3]};
     }
-    const int channel = 32 * g + 8 * lane;
-    if (row != nullptr && channel < dim) *reinterpret_cast<uint4*>(row + channel) = {w[0], w[1], w[2], w[3]};
   }
 }
 
 // The same where a lane has four consecutive channels of every 16, and values are centre + unit * byte: no transpose.
-// kept: how much of the row is not mixed in.
 template <DType kType, int kCount>
-__device__ void store_row_of_bytes(const float (&o)[kCount], int h, float scale, float kept, const float* unit,
-                                   const float* centre, const float* mixed, float share, uint16_t* row, int dim) {
-  if (row == nullptr) return;
+__device__ void store_rows_of_bytes(const float (&o)[kCount], const Rows<kType>& rows, const float* unit,
+                                    const float* centre, int dim) {
 #pragma unroll
   for (int g = 0; g < kCount / 8; ++g) {
-    const int channel = 16 * g + 4 * (threadIdx.x % 4), i = 8 * g + 2 * h;
-    if (channel >= dim) return;
-    const float4 times = *reinterpret_cast<const float4*>(unit + channel);
-    const float4 middle = *reinterpret_cast<const float4*>(centre + channel);
-    float4 x{fmaf(o[i] * scale, times.x, kept * middle.x), fmaf(o[i + 4] * scale, times.y, kept * middle.y),
-             fmaf(o[i + 1] * scale, times.z, kept * middle.z), fmaf(o[i + 5] * scale, times.w, kept * middle.w)};
-    if (mixed != nullptr) {
-      const float4 added = *reinterpret_cast<const float4*>(mixed + channel);
-      x = {fmaf(share, added.x, x.x), fmaf(share, added.y, x.y), fmaf(share, added.z, x.z), fmaf(share, added.w, x.w)};
+    const int channel = 16 * g + 4 * (threadIdx.x % 4);
+    const float2 even = rows.bundle.columns(o[8 * g], o[8 * g + 1], o[8 * g + 2], o[8 * g + 3]);
+    const float2 odd = rows.bundle.columns(o[8 * g + 4], o[8 * g + 5], o[8 * g + 6], o[8 * g + 7]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (rows.to[h] == nullptr || channel >= dim) continue;
+      const int i = 8 * g + 2 * h;
+      const Mixed& mixed = rows.mixed[h];
+      const float scale = rows.scale[h];
+      float4 x{fmaf(o[i], scale, -rows.bundle.of(h, even.x)), fmaf(o[i + 4], scale, -rows.bundle.of(h, odd.x)),
+               fmaf(o[i + 1], scale, -rows.bundle.of(h, even.y)), fmaf(o[i + 5], scale, -rows.bundle.of(h, odd.y))};
+      const float4 times = *reinterpret_cast<const float4*>(unit + channel);
+      x = {x.x * times.x, x.y * times.y, x.z * times.z, x.w * times.w};
+      const auto add = [&](float by, const float* row) {
+        const float4 y = *reinterpret_cast<const float4*>(row + channel);
+        x = {fmaf(by, y.x, x.x), fmaf(by, y.y, x.y), fmaf(by, y.z, x.z), fmaf(by, y.w, x.w)};
+      };
+      add(scale == 0 ? 0 : 1 - mixed.share, centre);
+      if (mixed.row != nullptr) add(mixed.share, mixed.row);
+      *reinterpret_cast<uint2*>(rows.to[h] + channel) = {pack<kType>(x.x, x.y), pack<kType>(x.z, x.w)};
     }
-    *reinterpret_cast<uint2*>(row + channel) = {pack<kType>(x.x, x.y), pack<kType>(x.z, x.w)};
   }
 }
 
@@ -386,27 +413,28 @@ __device__ void consume(const AttendLaunch& at, Shared<C>& shared) {
       }
       fetch_queries(shared.tiles[ring.slot()]);
     }
-    const float share = at.mix_share ? at.mix_share[tile.head][tile.group] : 0.0f;
-    const float* mixed = share > 0 ? at.mix_row[tile.head] + int64_t{tile.group} * at.dim : nullptr;
+    if (!split || group == 0) {
+      Rows<C::kType> rows{{},
+                          {},
+                          {Mixed(at, tile, token[0]), Mixed(at, tile, token[1])},
+                          {at, Mixed(at, tile, -1).share, softmax.sum, token[0] != kNoKey, token[1] != kNoKey}};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (split && group != 0) break;
-      const float sum = softmax.sum[h];
-      uint16_t* row = token[h] == kNoKey ? nullptr : at.out.row(tile.head, token[h]);
-      const float scale = sum == 0.0f ? 0.0f : (1 - share) / sum;
-      if constexpr (C::kByteValues) {
-        store_row_of_bytes<C::kType>(o, h, scale, sum == 0.0f ? 0.0f : 1 - share, at.eight.v_unit[tile.head],
-                                     at.eight.v_centre[tile.head], mixed, share, row, at.dim);
-      } else {
-        store_row<C::kType>(o, h, scale, mixed, share, row, at.dim);
-      }
-      if (at.lse && row != nullptr && lane % 4 == 0) {
-        float high = softmax.base[h] * kLn2;
-        if constexpr (C::kByteKeys) {
-          const int place = tile.begin + (split ? 0 : 64 * group) + 16 * warp + 8 * h + lane / 4;
-          high = fmaf(fmaf(-kWhole, unit[h], softmax.base[h]), kLn2, at.eight.q_shift[tile.head][place] * at.scale);
+      for (int h = 0; h < 2; ++h) {
+        rows.to[h] = token[h] == kNoKey ? nullptr : at.out.row(tile.head, token[h]);
+        rows.scale[h] = softmax.sum[h] == 0.0f ? 0.0f : rows.bundle.kept[h] / softmax.sum[h];
+        if (at.lse && rows.to[h] != nullptr && lane % 4 == 0) {
+          float high = softmax.base[h] * kLn2;
+          if constexpr (C::kByteKeys) {
+            const int place = tile.begin + (split ? 0 : 64 * group) + 16 * warp + 8 * h + lane / 4;
+            high = fmaf(fmaf(-kWhole, unit[h], softmax.base[h]), kLn2, at.eight.q_shift[tile.head][place] * at.scale);
+          }
+          at.lse[tile.head][token[h]] = high + logf(softmax.sum[h]) - log1pf(-rows.mixed[h].share);
         }
-        at.lse[tile.head][token[h]] = high + logf(sum) - log1pf(-share);
+      }
+      if constexpr (C::kByteValues) {
+        store_rows_of_bytes<C::kType>(o, rows, at.eight.v_unit[tile.head], at.eight.v_centre[tile.head], at.dim);
+      } else {
+        store_rows<C::kType>(o, rows, at.dim);
       }
     }
     release_tile();

@@ -19,8 +19,9 @@ struct ProxyLaunch {
   PerHead<const int32_t> labels;   // [subspaces, count]
   HeadRows<const uint16_t> k;
   const int32_t* rows;  // null: 0, 1, …
+  int32_t stride = 1;   // above 1: key i is that at place i * stride of `rows`, or where that is null k has only such keys
 
-  __device__ int32_t token(int32_t key) const { return rows == nullptr ? key : rows[key]; }
+  __device__ int32_t token(int32_t key) const { return rows == nullptr ? key : rows[int64_t{key} * stride]; }
   __device__ float element(uint16_t bits) const {
     return f16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t{bits} << 16);
   }
@@ -73,7 +74,8 @@ inline ProxyLaunch proxy_launch(const Proxy& proxy, int64_t heads) {
 struct MaskLaunch {
   PerHead<uint32_t> rows;  // [groups, words]; null: only candidates are wanted
   int64_t words;
-  bool direct;  // key j is token j and there are no others: words are stored; else bits are added to zeros
+  bool direct;                   // key j is token j and there are no others: words are stored; else bits are added to zeros
+  PerHead<int32_t> counts = {};  // [groups] of kept keys, to be added to; null: known before
 };
 
 }  // namespace scope::cuda

@@ -9,12 +9,15 @@
 #include "stages/group.h"
 #include "stages/score.h"
 #include "stages/select.h"
+#include "stages/split.h"
 #include "stages/tail.h"
 
 namespace scope::cuda {
 
 void group(const Exec& exec, const GroupArgs& args);
 int64_t group_scratch(const Exec& exec, const Sizes& sizes);
+void split(const Exec& exec, const SplitArgs& args);
+int64_t split_scratch(const Exec& exec, const Sizes& sizes);
 void encode(const Exec& exec, const EncodeArgs& args);
 int64_t encode_scratch(const Exec& exec, const Sizes& sizes);
 void cocluster(const Exec& exec, const CoclusterArgs& args);

@@ -5,7 +5,7 @@
 #include "cuda/device/ptx_sm80.cuh"
 #include "cuda/stages.h"
 #include "cuda/tail.h"
-#include "cuda/tail_sums.cuh"
+#include "cuda/tail_merge.cuh"
 
 namespace scope::cuda {
 
@@ -13,7 +13,7 @@ namespace {
 
 // Keys and values pass through shared memory 64 at a time. A warp has a tile of 16 groups and some of the 64 keys, computes
 // their weights where its multiplication wants them, and sums all channels.
-constexpr int kTile = 16, kKeys = kTailKeys, kMeanThreads = 128, kMostDim = 128;
+constexpr int kTile = 16, kKeys = kTailKeys, kMostDim = 128;
 // The highest logit seen may lag this far behind the true one, which saves most of the rescaling.
 constexpr float kLag = 6, kLog2E = 1.44269504f;
 constexpr float kMostShare = 1 - 0x1p-10f;
@@ -39,21 +39,13 @@ __host__ __device__ constexpr Cut cut_of(bool exact, bool mean) {
 constexpr int kCentreParts = 8;
 
 bool uses_wgmma(const Exec& exec, bool exact, bool mean) { return exec.wgmma && exact && mean; }
-// What one head needs.
-struct Layout {
-  int partials, splits, width;
-  int64_t sums, floats;
 
-  Layout(const Exec& exec, int64_t groups, int64_t dim, bool exact, bool mean) {
-    const Cut cut = cut_of(exact, mean);
-    const bool wgmma = uses_wgmma(exec, exact, mean);
-    partials = wgmma ? kMeanParts90 : cut.partials();
-    splits = wgmma ? 1 : cut.splits;
-    width = static_cast<int>(kTailHeader + (mean ? 1 : 2) * dim);
-    sums = groups * partials * width;
-    floats = round_up(sums + kCentreParts * dim, 4);
-  }
-};
+// Partial results of a row by wgmma. Of 300 groups 13 fill 132 multiprocessors with 20 and with 40 heads to 98 %; parts of
+// groups are more rows, which need fewer.
+constexpr int wgmma_partials(int64_t each) { return each == 1 ? 13 : each == 2 ? 8 : 4; }
+static_assert(wgmma_partials(1) <= kMostPartials && cut_of(false, true).partials() <= kMostPartials &&
+              cut_of(false, false).partials() <= kMostPartials && cut_of(true, true).partials() <= kMostPartials &&
+              cut_of(true, false).partials() <= kMostPartials);
 
 // Dynamic shared memory in bytes: two stages of values and keys, their codes, then tables or centroids.
 template <int kDim, Source kSource, bool kMean>
@@ -88,7 +80,8 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
 
   const int64_t head = blockIdx.x / kParts / group_blocks;
   const int group0 = static_cast<int>(blockIdx.x) / kParts % group_blocks * tiles * kTile, part = blockIdx.x % kParts;
-  const auto [begin, end] = keys_of_part(p, part, kParts);
+  const TailKeys all(p, tail, head);
+  const auto [begin, end] = keys_of_part(all.count, part, kParts);
   const int thread = threadIdx.x, threads = blockDim.x, warp = warp_index(), lane = thread % 32;
   const int tile = warp % tiles, own = warp / tiles * kOwn;  // its first key of 64
   const int tile0 = group0 + tile * kTile;                   // the tile's first group
@@ -119,7 +112,7 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
     for (int i = thread; i < kKeys * kChunks; i += threads) {
       const int row = i / kChunks, chunk = i % kChunks;
       const bool valid = first + row < end && 8 * chunk < p.dim;
-      const int32_t token = valid ? p.token(first + row) : 0;
+      const int32_t token = valid ? all.token(p, tail, first + row) : 0;
       const uint32_t place = to + chunk_place<kDim>(row, chunk);
       copy_async_16(place, valid ? tail.v.row(head, token) + 8 * chunk : tail.v.base, valid);
       if constexpr (At::kLoadsKeys) {
@@ -137,7 +130,7 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
   };
   // A lane has one of the two words of one of the tile's groups.
   const uint32_t* const kept = kept_row(p, tail, head, tile0 + lane / 2);
-  const auto dropped_word = [&](int32_t first) { return dropped_bits(p, kept, first + lane % 2 * 32, end); };
+  const auto dropped_word = [&](int32_t first) { return dropped_bits(p, tail, kept, first + lane % 2 * 32, end); };
 
   // Entry 2 r + e of a fragment is row lane / 4 + 8 r, column 2 (lane % 4) + e.
   float sum[kSums][kDim / 8][4] = {};  // of values, of keys; [8 channels]
@@ -291,109 +284,6 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
   }
 }
 
-// One channel's sum over the keys of a partial result, key by key and so without those that are kept.
-__device__ __forceinline__ float plain_sum(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group,
-                                           int partial, float top, int channel) {
-  const KeyRange keys = keys_of_part(p, partial / tail.splits, tail.partials / tail.splits);
-  const uint32_t* kept = kept_row(p, tail, head, group);
-  const int own = kKeys / tail.splits;
-  float sum = 0;
-  for (int32_t first = keys.begin + partial % tail.splits * own; first < keys.end; first += kKeys) {
-    for (int32_t key = first; key < min(first + own, keys.end); ++key) {
-      const int32_t word = key / 32 * 32;
-      if ((dropped_bits(p, kept, word, keys.end) >> (key - word) & 1) == 0) continue;
-      const int32_t token = p.token(key);
-      const float logit = p.score(static_cast<int32_t>(head), group, key);
-      if (isnan(logit)) continue;
-      const uint16_t* row = channel < p.dim ? tail.v.row(head, token) + channel : p.k.row(head, token) + channel - p.dim;
-      sum = fmaf(expf(logit - top), p.element(*row), sum);
-    }
-  }
-  return sum;
-}
-
-// A group's partial results together, for one channel; a block of kMeanThreads per group.
-struct Merged {
-  float top = -INFINITY, dropped = 0, others = 0, v = 0, k = 0;  // v and k: means; 0 where nothing is dropped
-};
-// The same sums where some are not finite: these are made again. Seldom.
-template <bool kMean>
-__device__ __forceinline__ Merged merge_plainly(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group,
-                                                float top) {
-  const float* parts = tail.sums[head] + int64_t{group} * tail.partials * tail.width;
-  Merged all{.top = top};
-#pragma unroll 1
-  for (int i = 0; i < tail.partials; ++i) {
-    const float* part = parts + i * tail.width;
-    if (part[1] == 0 && part[2] == 0) continue;
-    const float scale = expf(part[0] - top);
-    all.dropped += part[1] * scale;
-    all.others += part[2] * scale;
-#pragma unroll 1
-    for (int of = static_cast<int>(threadIdx.x); of < (kMean ? 1 : 2) * p.dim; of += p.dim) {
-      float x = part[kTailHeader + of];
-      if (!isfinite(x)) x = plain_sum(p, tail, head, group, i, part[0], of);
-      float& sum = of < p.dim ? all.v : all.k;
-      sum = fmaf(x, scale, sum);
-    }
-  }
-  return all;
-}
-
-constexpr int kMostPartials = 16;
-static_assert(kMeanParts90 <= kMostPartials && cut_of(false, true).partials() <= kMostPartials &&
-              cut_of(false, false).partials() <= kMostPartials && cut_of(true, true).partials() <= kMostPartials &&
-              cut_of(true, false).partials() <= kMostPartials);
-template <bool kMean>
-__device__ Merged merge(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group) {
-  __shared__ float4 about[kMostPartials];  // of each, what stands before its sums
-  constexpr int kSums = kMean ? 1 : 2;
-  const float* parts = tail.sums[head] + int64_t{group} * tail.partials * tail.width;
-  const int channel = threadIdx.x;
-  float sums[kMostPartials][kSums];  // read before the first is added
-#pragma unroll
-  for (int i = 0; i < kMostPartials; ++i) {
-    for (int of = 0; of < kSums; ++of) {
-      const bool real = i < tail.partials && channel < p.dim;
-      sums[i][of] = real ? parts[i * tail.width + kTailHeader + of * p.dim + channel] : 0;
-    }
-  }
-  if (channel < tail.partials) about[channel] = *reinterpret_cast<const float4*>(parts + channel * tail.width);
-  __syncthreads();
-  Merged all;
-  for (int i = 0; i < tail.partials; ++i) all.top = fmaxf(all.top, about[i].x);
-  const auto add = [&](int i, float v, float k) {
-    const float scale = expf(about[i].x - all.top);
-    all.dropped += about[i].y * scale;
-    all.others += about[i].z * scale;
-    all.v = fmaf(v, scale, all.v);
-    if constexpr (!kMean) all.k = fmaf(k, scale, all.k);
-  };
-  const auto weighs = [&](int i) { return i < tail.partials && (about[i].y != 0 || about[i].z != 0); };
-  bool finite = true;
-#pragma unroll
-  for (int i = 0; i < kMostPartials; ++i) {
-    if (!weighs(i)) continue;
-    for (int of = 0; of < kSums; ++of) finite = finite && isfinite(sums[i][of]);
-    add(i, sums[i][0], sums[i][kSums - 1]);
-  }
-  if (!finite) all = merge_plainly<kMean>(p, tail, head, group, all.top);
-  all.v = all.dropped > 0 ? all.v / all.dropped : 0;
-  all.k = all.dropped > 0 ? all.k / all.dropped : 0;
-  return all;
-}
-
-// A block's sum, in order.
-__device__ float block_total(float x) {
-  __shared__ float all[kMeanThreads];
-  all[threadIdx.x] = x;
-  __syncthreads();
-  float sum = 0;
-  for (const float y : all) sum += y;
-  __syncthreads();
-  return sum;
-}
-
 struct VirtualLaunch {
   PerHead<float> k, value, bias;
   PerHead<uint32_t> mask;  // [rows, words of the groups]
@@ -434,11 +324,39 @@ __global__ void __launch_bounds__(kMostDim) key_means(ProxyLaunch p, TailLaunch 
 
 struct MixLaunch {
   PerHead<float> value, share;  // [rows, dim], [rows]
-  int32_t rows;
+  int32_t rows, values;
   double weight;
   const uint32_t* keep;  // [words] keys that every query sees beside the others; null: none
   int32_t centre_parts;  // 0: codes stand for the keys themselves
 };
+
+// What the always-kept keys weigh for a group, relative to exp(top). By the whole block.
+__device__ float text_mass(const ProxyLaunch& p, const uint32_t* keep, int64_t words, int64_t head, int group, float centre,
+                           float top) {
+  if (keep == nullptr) return 0;
+  const float* centroid = p.centroids[head] + int64_t{group} * p.dim;
+  float text = 0;
+  for (int64_t w = threadIdx.x; w < words; w += kMeanThreads) {
+    for (uint32_t bits = keep[w]; bits != 0; bits &= bits - 1) {
+      const uint16_t* key = p.k.row(head, 32 * w + __ffs(static_cast<int>(bits)) - 1);
+      float dot = -centre;
+      for (int c = 0; c < p.dim; ++c) dot = fmaf(centroid[c], p.element(key[c]), dot);
+      text += expf(dot * p.scale - top);
+    }
+  }
+  return block_total(text);
+}
+
+// A block per row of a head: what it mixes in, of the share that keep found.
+__global__ void __launch_bounds__(kMeanThreads)
+    mixed_shares(ProxyLaunch p, MixLaunch to, PerHead<const float> log_mass, int64_t words) {
+  const int64_t head = blockIdx.x / to.rows;
+  const int group = blockIdx.x % to.rows;
+  const float dropped = group < p.groups ? to.share[head][group] : 0;
+  float text = 0;
+  if (dropped > 0) text = text_mass(p, to.keep, words, head, group, 0, log_mass[head][group]);
+  if (threadIdx.x == 0) to.share[head][group] = fminf(static_cast<float>(to.weight) * dropped / (1 + text), kMostShare);
+}
 
 // A block per row of a head: its mean, and how much of it is mixed in.
 __global__ void __launch_bounds__(kMeanThreads, 4) mixed_rows(ProxyLaunch p, TailLaunch tail, MixLaunch to) {
@@ -453,18 +371,10 @@ __global__ void __launch_bounds__(kMeanThreads, 4) mixed_rows(ProxyLaunch p, Tai
       float moved = 0;
       for (int i = 0; i < to.centre_parts && channel < p.dim; ++i) moved += tail.centre[head][i * p.dim + channel];
       const float centre = block_total(channel < p.dim ? centroid[channel] * moved : 0);
-      for (int64_t w = threadIdx.x; w < tail.words; w += kMeanThreads) {
-        for (uint32_t bits = to.keep[w]; bits != 0; bits &= bits - 1) {
-          const uint16_t* key = p.k.row(head, 32 * w + __ffs(static_cast<int>(bits)) - 1);
-          float dot = -centre;
-          for (int c = 0; c < p.dim; ++c) dot = fmaf(centroid[c], p.element(key[c]), dot);
-          text += expf(dot * p.scale - all.top);
-        }
-      }
-      text = block_total(text);
+      text = text_mass(p, to.keep, tail.words, head, group, centre, all.top);
     }
   }
-  if (channel < p.dim) to.value[head][int64_t{group} * p.dim + channel] = all.v;
+  if (channel < p.dim && group < to.values) to.value[head][int64_t{group} * p.dim + channel] = all.v;
   if (channel != 0) return;
   const double mass = static_cast<double>(all.dropped) + static_cast<double>(all.others) + static_cast<double>(text);
   const double share = all.dropped > 0 ? to.weight * static_cast<double>(all.dropped) / mass : 0;
@@ -473,39 +383,17 @@ __global__ void __launch_bounds__(kMeanThreads, 4) mixed_rows(ProxyLaunch p, Tai
 
 }  // namespace
 
-int64_t tail_scratch(const Exec& exec, const Sizes& sizes) {
-  if (sizes.whole_codes && sizes.extra > 0) return mask_dropped_codes_scratch(sizes);
-  return sizes.heads * Layout(exec, sizes.groups, sizes.dim, sizes.codes == 0, sizes.extra == 0).floats * 4;
+TailSpace::TailSpace(const Exec& exec, int64_t rows, int64_t dim, bool exact, bool mean, int64_t each) {
+  const Cut cut = cut_of(exact, mean);
+  const bool wgmma = uses_wgmma(exec, exact, mean);
+  partials = wgmma ? wgmma_partials(each) : cut.partials();
+  splits = wgmma ? 1 : cut.splits;
+  width = static_cast<int>(kTailHeader + (mean ? 1 : 2) * dim);
+  floats = rows * partials * width;
 }
 
-void tail(const Exec& exec, const TailArgs& args) {
-  bool mean = false;
-  switch (args.tail) {
-    case Tail::none:
-      return;
-    case Tail::first_order:
-      break;
-    case Tail::mean:
-      mean = true;
-      break;
-    case Tail::centroids:
-      return mask_dropped_codes(exec, args);
-    case Tail::means:
-      fail(Status::internal, "tail: got means, which no kernel makes");
-  }
-  const ProxyLaunch p = proxy_launch(args.proxy, args.heads);
-  const Layout layout(exec, p.groups, p.dim, p.exact, mean);
-  require(args.heads * layout.floats * 4 <= args.scratch.bytes, Status::internal, "tail: scratch is smaller than its plan");
-  auto* const scratch = static_cast<float*>(args.scratch.data);
-  const TailLaunch tail{.v = head_rows(args.v),
-                        .sizes = args.sizes,
-                        .kept = args.kept,
-                        .words = mask_words(args.proxy.k.tokens),
-                        .partials = layout.partials,
-                        .splits = layout.splits,
-                        .width = layout.width,
-                        .sums = {scratch, layout.floats},
-                        .centre = {scratch + layout.sums, layout.floats}};
+void tail_sums_pass(const Exec& exec, const ProxyLaunch& p, const TailLaunch& tail, bool mean) {
+  if (uses_wgmma(exec, p.exact, mean)) return mean_sums_sm90(exec, p, tail);
   const auto tiles = static_cast<int>(ceil_div(p.groups, kTile));
   const auto fits = [&]<int kDim, Source kSource, bool kMean>(int of) {
     return Space<kDim, kSource, kMean>::bytes(p, of) <= exec.device->shared_bytes;
@@ -532,22 +420,72 @@ void tail(const Exec& exec, const TailArgs& args) {
     p.dim <= 64 ? from.template operator()<T, 64, kMean>() : from.template operator()<T, 128, kMean>();
   };
   const auto with = [&]<class T>() { mean ? of.template operator()<T, true>() : of.template operator()<T, false>(); };
-  if (uses_wgmma(exec, p.exact, mean)) {
-    mean_sums_sm90(exec, p, tail);
-  } else {
-    p.f16 ? with.template operator()<__half>() : with.template operator()<__nv_bfloat16>();
-  }
+  p.f16 ? with.template operator()<__half>() : with.template operator()<__nv_bfloat16>();
+}
 
+namespace {
+
+// What one head needs: the sums, and where codes are about their mean that mean, in kCentreParts.
+int64_t floats_of_head(const TailSpace& space, int64_t dim) { return round_up(space.floats + kCentreParts * dim, 4); }
+
+}  // namespace
+
+int64_t tail_scratch(const Exec& exec, const Sizes& sizes) {
+  if (sizes.whole_codes && sizes.extra > 0) return mask_dropped_codes_scratch(sizes);
+  const TailSpace space(exec, sizes.groups, sizes.dim, sizes.codes == 0, sizes.extra == 0, 1);
+  const int64_t bytes = sizes.heads * floats_of_head(space, sizes.dim) * 4;
+  return sizes.parts == 0 ? bytes : std::max(bytes, part_means_scratch(exec, sizes));
+}
+
+void tail(const Exec& exec, const TailArgs& args) {
+  bool mean = false;
+  switch (args.tail) {
+    case Tail::none:
+      return;
+    case Tail::first_order:
+      break;
+    case Tail::mean:
+      mean = true;
+      break;
+    case Tail::centroids:
+      return mask_dropped_codes(exec, args);
+    case Tail::means:
+      if (args.parts.log_mass) {
+        const MixLaunch to{args.value, args.share, static_cast<int32_t>(args.rows), 0, args.weight, args.keep, 0};
+        launch(exec, "mixed_shares", mixed_shares, args.heads * args.rows, kMeanThreads, 0,
+               proxy_launch(args.proxy, args.heads), to, args.parts.log_mass, mask_words(args.proxy.k.tokens));
+        return part_means(exec, args);
+      }
+      mean = true;  // for its shares
+      break;
+  }
+  const ProxyLaunch p = proxy_launch(args.proxy, args.heads);
+  const TailSpace space(exec, p.groups, p.dim, p.exact, mean, 1);
+  const int64_t floats = floats_of_head(space, p.dim);
+  require(args.heads * floats * 4 <= args.scratch.bytes, Status::internal, "tail: scratch is smaller than its plan");
+  auto* const scratch = static_cast<float*>(args.scratch.data);
+  const TailLaunch tail{.v = head_rows(args.v),
+                        .sizes = args.sizes,
+                        .kept = args.kept,
+                        .words = mask_words(args.proxy.k.tokens),
+                        .partials = space.partials,
+                        .splits = space.splits,
+                        .width = space.width,
+                        .sums = {scratch, floats},
+                        .centre = {scratch + space.floats, floats}};
+  tail_sums_pass(exec, p, tail, mean);
   const auto rows = static_cast<int32_t>(args.rows);
   if (!mean) {
     const VirtualLaunch to{args.k, args.value, args.bias, args.mask, rows};
     return launch(exec, "virtual_keys", virtual_keys, args.heads * args.rows, kMeanThreads, 0, p, tail, to);
   }
   const bool centred = args.centred && args.keep != nullptr;
-  const MixLaunch to{args.value, args.share, rows, args.weight, args.keep, centred ? kCentreParts : 0};
+  const int32_t values = args.tail == Tail::means ? p.groups : rows;  // means have no row for other queries
+  const MixLaunch to{args.value, args.share, rows, values, args.weight, args.keep, centred ? kCentreParts : 0};
   if (centred)
     launch(exec, "key_means", key_means, int64_t{p.heads} * to.centre_parts, kMostDim, 0, p, tail, to.centre_parts);
   launch(exec, "mixed_rows", mixed_rows, args.heads * args.rows, kMeanThreads, 0, p, tail, to);
+  if (args.tail == Tail::means) part_means(exec, args);
 }
 
 }  // namespace scope::cuda

@@ -38,22 +38,25 @@ __device__ uint32_t signs(uint32_t x, uint32_t y, int byte) {
   return both;
 }
 
-// Copies blocks of keys and of values, of which eight threads take 128 bytes of a row, and what is kept of them. kPlain: key
-// j is token j, so that a thread's places only move on from block to block.
-template <class C, bool kPlain>
-__device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, KeyRange keys, int group0,
-                     Shared<C>& shared) {
+// Copies blocks of keys and of values, of which eight threads take 128 bytes of a row, and what is kept of them. kEven: all
+// keys are as far apart, so that a thread's places only move on from block to block; kByKey: and the words of a mask do.
+template <class C, bool kEven, bool kByKey>
+__device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, const TailKeys& all, KeyRange keys,
+                     int group0, Shared<C>& shared) {
   const int chunk = threadIdx.x % 8, row0 = threadIdx.x / 8;
   const uint32_t place = row0 * 128 + ((chunk ^ row0 % 8) << 4);
   constexpr int kOwn = 2 * C::kGroups / 128;  // words of the mask for a thread
-  const uint32_t* kept[kOwn];
+  const auto mask_of = [&](int i) { return kept_row(p, tail, head, group0 + static_cast<int>(threadIdx.x) / 2 + 64 * i); };
+  const uint32_t* kept[kOwn];  // kByKey: the next words
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    kept[i] = kept_row(p, tail, head, group0 + static_cast<int>(threadIdx.x) / 2 + 64 * i);
-    if (kPlain && kept[i] != nullptr) kept[i] += keys.begin / 32 + threadIdx.x % 2;
+    kept[i] = kByKey ? mask_of(i) : nullptr;
+    if (kept[i] != nullptr) kept[i] += keys.begin / 32 + threadIdx.x % 2;
   }
-  const auto first_row = [&](const HeadRows<const uint16_t>& rows) { return rows.row(head, keys.begin + row0) + 8 * chunk; };
-  const uint16_t *k_row = first_row(p.k), *v_row = first_row(tail.v);  // kPlain: what this thread copies next
+  const auto first_row = [&](const HeadRows<const uint16_t>& rows) {
+    return rows.row(head, all.first + int64_t{keys.begin + row0} * tail.stride) + 8 * chunk;
+  };
+  const uint16_t *k_row = first_row(p.k), *v_row = first_row(tail.v);  // kEven: what this thread copies next
   Ring<C::kStages> stage;
   const auto copy_block = [&](int32_t first, auto whole) {
     constexpr bool kWhole = decltype(whole)::value;
@@ -63,13 +66,14 @@ __device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head,
         const int32_t key = first + row0 + 16 * i;
         const bool real = kWhole || key < keys.end;
         const uint16_t* from = next;
-        if (!kPlain || !real) from = rows.row(head, real ? p.token(key) : 0) + 8 * chunk;
+        if (!real) from = rows.base;
+        if (!kEven && real) from = rows.row(head, all.token(p, tail, key)) + 8 * chunk;
 #pragma unroll
         for (int panel = 0; panel < C::kPanels; ++panel) {
           copy_16(to + place + i * 2048 + panel * C::kPanelBytes, from + 64 * panel,
                   real && 64 * panel + 8 * chunk < p.dim ? 16 : 0);
         }
-        if (kPlain) next += 16 * rows.row_step;
+        if (kEven) next += 16 * tail.stride * rows.row_step;
       }
     };
     barrier_wait(shared_address(&shared.k_empty[stage.slot()]), stage.parity() ^ 1);
@@ -80,16 +84,16 @@ __device__ void load(const ProxyLaunch& p, const TailLaunch& tail, int64_t head,
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       uint32_t* to = &shared.kept[stage.slot()][64 * i].x + threadIdx.x;
-      if (kept[i] == nullptr || (!kWhole && word >= keys.end)) continue;
-      if (kPlain) {
+      if (!kWhole && word >= keys.end) continue;
+      if (!kByKey) {
+        if (const uint32_t* row = mask_of(i)) *to = kept_bits(p, tail, row, word);
+      } else if (kept[i] != nullptr) {
         copy_4(shared_address(to), kept[i]);
         kept[i] += C::kKeys / 32;
-      } else {
-        *to = kept_bits(p, kept[i], word);
       }
     }
     const uint32_t full = shared_address(&shared.kept_full[stage.slot()]);
-    kPlain ? barrier_arrive_after_copies(full) : barrier_arrive(full);
+    kByKey ? barrier_arrive_after_copies(full) : barrier_arrive(full);
     copy(tail.v, v_row, shared_address(shared.v[stage.slot()]));
     barrier_arrive_after_copies(shared_address(&shared.v_full[stage.slot()]));
     stage.next();
@@ -261,8 +265,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<C>*>(memory);
   const int group0 = static_cast<int>(blockIdx.x) % group_blocks * C::kGroups;
-  const int part = static_cast<int>(blockIdx.x) / group_blocks % kMeanParts90;
-  const int64_t head = blockIdx.x / group_blocks / kMeanParts90;
+  const int part = static_cast<int>(blockIdx.x) / group_blocks % tail.partials;
+  const int64_t head = blockIdx.x / group_blocks / tail.partials;
   const int busy = min(C::kConsumers, (p.groups - group0 + 63) / 64);  // warpgroups
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
@@ -279,12 +283,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     shared.kept[i / C::kGroups][i % C::kGroups] = {~0u, ~0u};
   }
   __syncthreads();
-  const KeyRange keys = keys_of_part(p, part, kMeanParts90);
+  const TailKeys all(p, tail, head);
+  const KeyRange keys = keys_of_part(all.count, part, tail.partials);
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0);
   if (warpgroup < 0) {
     shrink_registers<C::kFeederRegisters>();
-    p.rows == nullptr ? load<C, true>(p, tail, head, keys, group0, shared)
-                      : load<C, false>(p, tail, head, keys, group0, shared);
+    if (p.rows == nullptr) {
+      load<C, true, true>(p, tail, head, all, keys, group0, shared);
+    } else if (tail.by_key) {
+      load<C, false, true>(p, tail, head, all, keys, group0, shared);
+    } else {
+      load<C, false, false>(p, tail, head, all, keys, group0, shared);
+    }
   } else {
     grow_registers<C::kConsumerRegisters>();
     if (warpgroup < busy) consume<C>(p, tail, head, part, keys, group0 + 64 * warpgroup, warpgroup, shared);
@@ -295,7 +305,7 @@ template <class C>
 void launch_kernel(const Exec& exec, const ProxyLaunch& p, const TailLaunch& tail) {
   static_assert(sizeof(Shared<C>) <= 227 * 1024);
   const int group_blocks = (p.groups + C::kGroups - 1) / C::kGroups;
-  launch(exec, "mean_sums", mean_sums<C>, int64_t{p.heads} * kMeanParts90 * group_blocks, C::kThreads, sizeof(Shared<C>), p,
+  launch(exec, "mean_sums", mean_sums<C>, int64_t{p.heads} * tail.partials * group_blocks, C::kThreads, sizeof(Shared<C>), p,
          tail, group_blocks);
 }
 

@@ -61,9 +61,12 @@ constexpr Need kNeeds[] = {
      [](const Settings& s, const Surroundings&) {
        return s.target_density > 0 || !s.density_steps.empty() || row(s.rule).meets == Meets::by_rho;
      }},
+    {"select_stride", "proxy", [](const Settings& s, const Surroundings&) { return !row(s.proxy).codes; }},
+    {"select_stride", "rule", [](const Settings& s, const Surroundings&) { return !row(s.rule).whole_codes; }},
     {"similarity", "rule", [](const Settings& s, const Surroundings&) { return row(s.rule).similarity; }},
     {"tail_weight", "tail", [](const Settings& s, const Surroundings&) { return row(s.tail).mixes; }},
     {"tail_parts", "tail", [](const Settings& s, const Surroundings&) { return row(s.tail).splits; }},
+    {"tail_follow", "tail", [](const Settings& s, const Surroundings&) { return row(s.tail).splits; }},
     {"tail_stride", "tail", [](const Settings& s, const Surroundings&) { return row(s.tail).splits; }},
     {"dense_layers", "layer", [](const Settings&, const Surroundings& with) { return with.layer; }},
     {"dense_steps", "step", [](const Settings&, const Surroundings& with) { return with.step; }},

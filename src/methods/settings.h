@@ -54,11 +54,13 @@ struct Settings {
   double target_density = 0;                    // 0: none
   std::vector<DensityStep> density_steps = {};  // rising, the last until 1; empty: none
   TargetScope target_scope = TargetScope::sample;
-  bool alpha_first = false;  // a target leaves alpha as it is where it can
+  int64_t select_stride = 1;  // keys for one that select decides from
+  bool alpha_first = false;   // a target leaves alpha as it is where it can
   double similarity = -0.1;
   Tail tail = Tail::none;
-  double tail_weight = 0.75;                // of what tail mean mixes in
-  int64_t tail_parts = 4, tail_stride = 4;  // of tail means
+  double tail_weight = 0.75;                // of what tails mean and means mix in
+  int64_t tail_parts = 8, tail_stride = 8;  // of tail means, as the next
+  double tail_follow = 0.3;
   int64_t dense_layers = 1;
   double dense_steps = 0.2;
   double dense_last_steps = 0;

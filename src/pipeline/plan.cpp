@@ -183,11 +183,13 @@ Sizes Plan::sizes(int64_t heads) const {
           .groups = groups,
           .codes = codes,
           .whole_codes = !settings.dense && rule().whole_codes,
+          .sampled = settings.select_stride > 1,
           .extra = settings.dense     ? 0
                    : tail().per_group ? groups
                    : tail().per_code  ? codes
                                       : 0,
           .parts = parts(),
+          .part_stride = settings.tail_stride,
           .products = settings.products};
 }
 
@@ -228,15 +230,19 @@ Workspace Plan::cut(Arena& arena, int64_t n, int64_t first) const {
       take(at.k_similarity, codes);
     }
     if (tail().per_group) at.tail_k = arena.take<float>(n * groups * dim);
-    take(at.tail_v, tail_values() * dim);  // of codes: made before the weights
-    take(at.tail_bias, tail_values());
+    if (tail().splits && !compensates()) {
+      at.tail_v = arena.take<float>(n * tail_values() * dim);
+    } else {
+      take(at.tail_v, tail_values() * dim);  // of codes: made before the weights
+      take(at.tail_bias, tail_values());
+    }
     at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(all.extra));
-    if (tail().mixes && !tail().splits) at.tail_share = arena.take<float>(n * (groups + 1));
+    if (tail().mixes) at.tail_share = arena.take<float>(n * (groups + 1));
     if (tail().splits) {
       take(at.part_centroids, groups * parts() * dim);
       take(at.part_labels, shape.q_tokens);
       take(at.part_sizes, groups * parts());
-      at.part_mass = arena.take<float>(n * groups * parts());
+      at.log_mass = arena.take<float>(n * groups);
     }
     if (rule().errors) at.errors = arena.take<float>(n * groups * codes);
     at.weights.bytes = checked_mul(kept, backend->weights_bytes(exec, sizes(1)), "workspace bytes");

@@ -70,10 +70,10 @@ struct Workspace {
   // A tail's virtual keys. Per group: [groups, dim], [groups, dim], [groups]; per code: none, [codes, dim], [codes].
   float *tail_k, *tail_v, *tail_bias;
   float* tail_share;  // [groups + 1], and tail_v [groups + 1, dim], where the tail mixes
-  // [groups * parts, dim], [q_tokens], [groups * parts] twice, and tail_v [groups * parts, dim], where it splits groups
+  // [groups * parts, dim], [q_tokens], [groups * parts], [groups], and tail_v [groups * parts, dim], where it splits groups
   float* part_centroids;
   int32_t *part_labels, *part_sizes;
-  float* part_mass;
+  float* log_mass;
   uint32_t* tail_mask;              // [groups + 1, mask_words(groups, or codes of the sample)]
   float* errors;                    // [groups, codes]; rules that need them only
   double* rho;                      // [1] of the sample, where one is solved for it

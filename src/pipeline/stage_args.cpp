@@ -25,7 +25,11 @@ PerHead<float> part_centroids(const Frame& f) {
 }
 PerHead<int32_t> part_labels(const Frame& f) { return {f.at.part_labels, f.plan.shape.q_tokens}; }
 PerHead<int32_t> part_sizes(const Frame& f) { return {f.at.part_sizes, f.plan.groups * f.plan.parts()}; }
-PerHead<float> part_mass(const Frame& f) { return {f.at.part_mass, f.plan.groups * f.plan.parts()}; }
+PerHead<float> log_mass(const Frame& f) { return {f.at.log_mass, f.plan.groups}; }
+// Whether keep says what share of the mass each group drops.
+bool keep_weighs(const Frame& f) {
+  return f.plan.tail().splits && !row(f.plan.settings.proxy).codes && !f.plan.rule().whole_codes;
+}
 PerHead<uint32_t> tail_mask(const Frame& f, const StateSlot& slot) {
   return {f.at.tail_mask, (f.plan.groups + 1) * mask_words(f.plan.tail().per_group ? slot.groups : slot.codes)};
 }
@@ -53,6 +57,11 @@ Proxy proxy(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot)
     proxy.labels = codes(f);
   }
   return proxy;
+}
+
+// Which keys a sample has changes from step to step and from layer to layer, and not from run to run.
+int64_t sample_phase(const Frame& f) {
+  return std::max<int64_t>(f.args.place.layer, 0) + std::max<int64_t>(f.args.place.step, 0);
 }
 
 HeadStats* report(const Frame& f, const Sample& s, Chunk chunk) {
@@ -201,6 +210,7 @@ double mean_alpha(const Frame& f) {
 
 WeighArgs weigh_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot, const double* alpha) {
   const Settings& settings = f.plan.settings;
+  const int64_t stride = s.tokens.keys / settings.select_stride < kFewestSampledKeys ? 1 : settings.select_stride;
   return {.heads = chunk.count,
           .proxy = proxy(f, s, chunk, slot),
           .sizes = sizes(f),
@@ -211,6 +221,8 @@ WeighArgs weigh_args(const Frame& f, const Sample& s, Chunk chunk, const StateSl
           .target = settings.target_density == 0 ? 0 : density_at(settings, f.args.place, settings.target_density),
           .mean_alpha = mean_alpha(f),
           .alpha_first = settings.alpha_first,
+          .stride = stride,
+          .phase = stride == 1 ? 0 : sample_phase(f) % stride,
           .q_similarity = {f.at.q_similarity, f.plan.groups},
           .k_similarity = {f.at.k_similarity, f.plan.codes},
           .similar = settings.similarity,
@@ -230,26 +242,27 @@ SolveArgs solve_args(const Frame& f, const Sample& s, const StateSlot& slot) {
 
 KeepArgs keep_args(const Frame& f, const Sample& s, Chunk chunk, const WeighArgs& weighed) {
   HeadStats* first = report(f, s, chunk);
+  const bool weighs = keep_weighs(f);
   return {.weighed = weighed,
           .rho = f.at.rho,
           .counts = {f.at.counts, f.plan.groups + 1},
           .head_budget = field(&first->head_budget),
           .rho_used = field(&first->rho),
           .alpha_used = field(&first->alpha),
-          .mask = mask(f)};
+          .mask = mask(f),
+          .dropped = weighs ? tail_share(f) : PerHead<float>(),
+          .log_mass = weighs ? log_mass(f) : PerHead<float>()};
 }
 
 TailArgs tail_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
   Parts parts;
   if (f.plan.tail().splits) {
-    const Place& place = f.args.place;
     parts = {.each = f.plan.parts(),
              .centroids = part_centroids(f),
              .sizes = part_sizes(f),
-             .counts = {f.at.counts, f.plan.groups + 1},
              .stride = f.plan.settings.tail_stride,
-             .phase = std::max<int64_t>(place.layer, 0) + std::max<int64_t>(place.step, 0) + chunk.first,
-             .log_mass = part_mass(f)};
+             .phase = sample_phase(f) + chunk.first,
+             .log_mass = keep_weighs(f) ? log_mass(f) : PerHead<float>()};
   }
   return {.heads = chunk.count,
           .tail = f.plan.settings.tail,
@@ -307,10 +320,10 @@ AttendArgs attend_args(const Frame& f, const Sample& s, Chunk chunk) {
 void add_tail(const Frame& f, const StateSlot& slot, AttendArgs& attend) {
   if (f.plan.tail().per_group) attend.extra = {slot.groups, tail_k(f), tail_v(f), tail_bias(f), tail_mask(f, slot)};
   if (f.plan.tail().per_code) attend.extra = {slot.codes, codebooks(f), tail_v(f), tail_bias(f), tail_mask(f, slot)};
+  if (f.plan.tail().mixes) attend.mix = {.share = tail_share(f), .row = tail_v(f)};
   if (f.plan.tail().splits) {
-    attend.mix = {.share = {}, .row = tail_v(f), .part = part_labels(f), .log_mass = part_mass(f)};
-  } else if (f.plan.tail().mixes) {
-    attend.mix = {tail_share(f), tail_v(f)};
+    attend.mix.part = part_labels(f);
+    attend.mix.follow = static_cast<float>(f.plan.settings.tail_follow);
   }
 }
 

@@ -51,8 +51,10 @@ struct Sizes {
   int64_t groups = 0;
   int64_t codes = 0;         // per subspace; 0: keys are not encoded
   bool whole_codes = false;  // the rule keeps whole codes
+  bool sampled = false;      // it sees a sample of the keys
   int64_t extra = 0;         // virtual keys that attend sees; 0: none
   int64_t parts = 0;         // of each group; 0: groups are not split
+  int64_t part_stride = 1;   // the parts' means come from every such key
   Products products = {};    // of attend
 };
 

@@ -2,6 +2,7 @@
 // all heads weigh can be known before any of them keeps its keys: between them one rho may be solved for a whole sample.
 #pragma once
 
+#include "core/numeric.h"
 #include "core/tensor.h"
 #include "stages/exec.h"
 #include "stages/score.h"
@@ -30,12 +31,17 @@ struct WeighArgs {
   double target = 0;
   double mean_alpha = 0;     // over all heads of the sample where they meet the target together; 0: each meets it alone
   bool alpha_first = false;  // a target lowers alpha only where it is not above it
+  // Of single keys by exact proxies, a stride above 1: the rule sees a sample of the keys, those at places phase,
+  // phase + stride, ...: count / stride of them. A group keeps the keys above the last that its rule keeps of the sample,
+  // and of those equal to it the first, up to its share of all keys; all keys where it keeps the whole sample.
+  int64_t stride = 1, phase = 0;
   PerHead<const float> q_similarity = {};  // [groups] blocks rules only, like the next two
   PerHead<const float> k_similarity = {};  // [codes]
   double similar = 0;                      // a group or code is similar above this, which NaN never is
   PerHead<const float> errors = {};        // [groups, codes] error_aware only: see CompensateArgs
-  PerHead<int32_t> top_p = {};             // [groups] out: t_c, here or, where rho is solved, by keep; 0: the rule has none
-  Scratch weights = {};                    // out: weights_bytes
+  // [groups] out: t_c, of the sample where there is one, here or, where rho is solved, by keep; 0: the rule has none
+  PerHead<int32_t> top_p = {};
+  Scratch weights = {};  // out: weights_bytes
   Scratch scratch = {};
 };
 
@@ -58,8 +64,20 @@ struct KeepArgs {
   PerHead<double> rho_used = {};      // [1] out: rho, or what was solved for; 0: the least that is kept is above the target
   PerHead<double> alpha_used = {};    // [1] out: alpha, or less where a target asks for it
   PerHead<uint32_t> mask = {};        // [groups, mask_words(k.tokens)] out, in token positions
-  const TailArgs* mean = nullptr;     // made in the same pass, without scratch of its own: see Capabilities::mean_in_keep
+  // [groups] out, of single keys by exact proxies: what share of the mass of all keys the group drops, by the keys that its
+  // rule sees, and the log of that mass; null: not wanted.
+  PerHead<float> dropped = {}, log_mass = {};
+  const TailArgs* mean = nullptr;  // made in the same pass, without scratch of its own: see Capabilities::mean_in_keep
 };
+
+// A call whose sample would be smaller lets the rule see all keys.
+inline constexpr int64_t kFewestSampledKeys = 1024;
+
+// The keys among which the rule counts, and what a count of them stands for among all.
+inline int64_t sampled_keys(const WeighArgs& args) { return args.proxy.count / args.stride; }
+inline int64_t of_all_keys(const WeighArgs& args, int64_t kept) {
+  return args.stride == 1 ? kept : ceil_div(kept * args.proxy.count, sampled_keys(args));
+}
 
 // k_head = ceil(sum n_c b_c / sum n_c), in integers.
 int64_t head_budget(const int32_t* sizes, const int32_t* base_counts, int64_t groups);

@@ -20,13 +20,18 @@ struct ExtraKeys {
   PerHead<const uint32_t> mask = {};  // [groups, mask_words(count)]
 };
 
-// A row that every query mixes in: out = (1 - share) out + share row; the log-sum-exp grows by -log(1 - share). Either that
-// of its group, or, where `part` is given, that of its part, like a virtual key of value `row` and logit `log_mass`.
+// Queries that follow one another in a group's order, from its first on: a bundle. The last may have fewer.
+inline constexpr int64_t kBundle = 16;
+
+// A row that every query mixes in, that of its group or of its part of it:
+//   out = (1 - share) out + share (row + follow (out - the mean of out over its bundle))
+// and the log-sum-exp grows by -log(1 - share). A query whose sum of weights is 0 or not finite is in no mean, and
+// follows none.
 struct Mix {
-  PerHead<const float> share = {};     // [groups] in [0, 1); null: nothing is mixed in
-  PerHead<const float> row = {};       // [groups or rows, dim]
-  PerHead<const int32_t> part = {};    // [q_tokens] the query's row; -1: nothing is mixed in
-  PerHead<const float> log_mass = {};  // [rows] share = 1 / (1 + exp(log-sum-exp - log_mass)); -inf: 0
+  PerHead<const float> share = {};   // [groups] in [0, 1); null: nothing is mixed in
+  PerHead<const float> row = {};     // [groups or rows, dim]
+  PerHead<const int32_t> part = {};  // [q_tokens] the row of each query in a group; null: its group's
+  float follow = 0;                  // in [0, 1]
 };
 
 // Of tail means: part u of group c is row c * each + u of these, and of TailArgs::value.
@@ -34,9 +39,8 @@ struct Parts {
   int64_t each = 0;                     // of a group
   PerHead<const float> centroids = {};  // [groups * each, dim] whose elements are numbers of k's type
   PerHead<const int32_t> sizes = {};    // [groups * each] queries
-  PerHead<const int32_t> counts = {};   // [groups] keys that the group keeps
   int64_t stride = 1, phase = 0;        // head h weighs the keys at positions (phase + h) mod stride, + stride, ...
-  PerHead<float> log_mass = {};         // [groups * each] out: log(weight * sum of exp(logit) over the dropped keys)
+  PerHead<const float> log_mass = {};   // [groups] as keep left it, and TailArgs::share too; null: both are made here
 };
 
 // After keep. Which arrays a tail fills, and which it finds filled, is said beside each.
@@ -47,7 +51,7 @@ struct TailArgs {
   HeadsView v = {};                   // [tokens, dim]
   PerHead<const int32_t> sizes = {};  // [groups] queries per group
   PerHead<const uint32_t> kept = {};  // [groups, mask_words(tokens)]
-  double weight = 0;                  // mean: of the dropped share, [0, 1]
+  double weight = 0;                  // mean, means: of the dropped share, [0, 1]
   const uint32_t* keep = nullptr;     // [mask_words(tokens)] mean: keys that every query sees beside them; optional
   bool centred = false;               // mean: codes stand for k minus the mean of the keys that take part
   int64_t rows = 0;                   // of `mask`: groups, or one more for densely attending queries, which see none
@@ -55,7 +59,7 @@ struct TailArgs {
   // compensate, and k is the codebook: in.
   PerHead<float> k = {}, value = {}, bias = {};
   PerHead<uint32_t> mask = {};  // [rows, mask_words(groups or codes)] out
-  PerHead<float> share = {};    // [rows] out under mean; its row is `value`, [rows, dim]
+  PerHead<float> share = {};    // [rows] out under mean and means, which mix in `value`: [groups, dim], or of parts
   Parts parts = {};             // means only
   Scratch scratch = {};
 };

@@ -57,6 +57,13 @@ __device__ inline void mma_16x8x16<__half>(float (&c)[4], const uint32_t (&a)[4]
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The transpose of 8 x 8 numbers of 16 bits, of which a lane has columns 2 (lane % 4) and the next of row lane / 4.
+__device__ inline uint32_t transposed_8x8(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 // The same for bytes: a [16 x 32], b [32 x 8], accumulated in s32.
 __device__ inline void mma_16x8x32(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "

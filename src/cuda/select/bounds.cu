@@ -56,7 +56,7 @@ __device__ float from_ordered(uint32_t bits) {
   return __uint_as_float((bits & 0x80000000u) != 0 ? bits & 0x7fffffffu : ~bits);
 }
 
-// A sample has every kStride-th key, at places that no width of a frame divides. Few logits of a row are past the
+// A sample has every kStride-th key of a head, at places that no width of a frame divides. Few logits of a row are past the
 // sample's extremes by these shares of its range: rows that have such keys are done again with all of them.
 constexpr int kStride = 8, kFewestSampled = 4096;
 struct Margins {
@@ -64,7 +64,9 @@ struct Margins {
 };
 constexpr Margins kOfSample = {0.25f, 0.1f}, kOfAll = {0x1p-10f, 0x1p-10f};  // of all: for rounding
 
-int stride_of(const ProxyLaunch& p) { return p.count >= kFewestSampled ? kStride : 1; }
+int stride_of(const ProxyLaunch& p) {
+  return int64_t{p.count} * p.stride >= kFewestSampled ? std::max(1, kStride / p.stride) : 1;
+}
 
 // The highest logit of each row and the lowest, negated, as ordered integers in `high` and `range`. A bound from norms
 // would save this pass, but on peaked heads it is many times too wide for the histogram.

@@ -23,9 +23,9 @@ inline constexpr float kTop = kBins - 1.0f / 128, kLowest = 1024 - kBins;
 __device__ inline uint32_t depth_of(float height) {
   return ~__float_as_uint(__fmaf_rd(height, kTop, 1024.0f + kLowest)) & 0x7fffffu;
 }
-// The lowest height whose depth is less than `bins` bins; below all of them, so that the sign of a zero does not matter.
-__device__ inline float lowest_above(uint32_t bins) {
-  return bins == kBins ? -1.0f : __fdiv_ru(static_cast<float>(kBins - bins), kTop);
+// The lowest height whose depth is less than this; below all of them, so that the sign of a zero does not matter.
+__device__ inline float lowest_above(uint32_t depth) {
+  return depth == kDepths ? -1.0f : __fdiv_ru(static_cast<float>(kDepths - depth) * (1.0f / (1 << kSubBits)), kTop);
 }
 
 // Shared memory by 32-bit address: the compiler would add the base of a pointer anew for each of these.

@@ -156,12 +156,14 @@ __device__ inline uint32_t transposed_in_quad(uint32_t bytes) {
   return __byte_perm(bytes, __shfl_xor_sync(~0u, bytes, 2), second ? 0x3276 : 0x5410);
 }
 
-template <class Products>
+// kCounts: there are no candidates, and kept keys are counted.
+template <class Products, bool kCounts>
 __global__ void __launch_bounds__(Products::kThreads, 1)
     exact_emit(ProxyLaunch p, SelectSpace s, Bins bins, MaskLaunch mask, RowSet rows, int key_bits, int chunk) {
   extern __shared__ uint4 shared[];
   const int warp = warp_index(), lane = threadIdx.x % 32, quad = lane % 4;
   auto* row = reinterpret_cast<EmitRow*>(shared + chunk / kLanes * Products::kPairWords);  // [chunk]
+  auto* counts = reinterpret_cast<int32_t*>(row + chunk);  // [chunk], in the place of the queues
   Queue queue(reinterpret_cast<char*>(row + chunk) + warp * Queue::kBytes);
   const int shift = max(0, bins.sub_bits - (32 - key_bits));
   const int tiles = (p.count + Products::kTile - 1) / Products::kTile;
@@ -175,8 +177,9 @@ __global__ void __launch_bounds__(Products::kThreads, 1)
       row[i] = {{0, 0}, 2, 2};
       if (group < 0) continue;
       const uint32_t limit = s.limit[head][group], end = s.end[head][group];
-      row[i] = {{s.unit[head][group], s.high[head][group]}, lowest_above(limit >> kSubBits), lowest_above(end >> kSubBits)};
+      row[i] = {{s.unit[head][group], s.high[head][group]}, lowest_above(limit), lowest_above(end)};
     }
+    for (int i = threadIdx.x; kCounts && i < chunk; i += Products::kThreads) counts[i] = 0;
     Products::load_centroids(p, head, chunk, group_at, shared);
     __syncthreads();
     for (int tile = share.begin; tile < share.end; ++tile) {
@@ -199,11 +202,11 @@ __global__ void __launch_bounds__(Products::kThreads, 1)
             float& x = sum[c / 2][i / 2][2 * (c % 2) + i % 2];
             x = at.height.of(x);
             dropped = __funnelshift_l(__float_as_uint(x - at.kept), dropped, 1);
-            past_end = __funnelshift_l(__float_as_uint(x - at.end), past_end, 1);
+            if (!kCounts) past_end = __funnelshift_l(__float_as_uint(x - at.end), past_end, 1);
           }
         }
-        const uint32_t candidates = dropped & ~past_end & mine;
-        if (__any_sync(~0u, candidates != 0)) {
+        const uint32_t candidates = kCounts ? 0 : dropped & ~past_end & mine;
+        if (!kCounts && __any_sync(~0u, candidates != 0)) {
           queue.add(s, head, candidates, sum, [&](int bit, float height) {
             const uint32_t fraction = depth_of(height) & ((1u << kSubBits) - 1);
             return uint2{static_cast<uint32_t>(group_at(pair * kLanes + bit / 8 * 8 + lane / 4)),
@@ -213,9 +216,17 @@ __global__ void __launch_bounds__(Products::kThreads, 1)
         const uint32_t kept = transposed_in_quad(~dropped) & inside;
         const int group = row0 + pair * kLanes + 8 * quad + lane / 4;
         if (mask.rows && group < p.groups) put_word(p, mask, head, group, first, kept);
+        if (kCounts) atomicAdd(counts + pair * kLanes + 8 * quad + lane / 4, __popc(kept));
       }
     }
-    queue.flush(s, head);
+    if (kCounts) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < chunk; i += Products::kThreads) {
+        if (counts[i] > 0) atomicAdd(mask.counts[head] + row0 + i, counts[i]);
+      }
+    } else {
+      queue.flush(s, head);
+    }
   }
 }
 
@@ -234,8 +245,10 @@ void emit_pass(const Exec& exec, const ProxyLaunch& p, const SelectSpace& space,
       int chunk = static_cast<int>(std::min<int64_t>(mask.rows ? kEmitGroups : kAgainRows, round_up(p.groups, kLanes)));
       while (bytes(chunk) > exec.device->shared_bytes) chunk -= kLanes;
       const int64_t blocks = blocks_for(exec, 1, int64_t{p.heads} * ceil_div(p.groups, chunk) * ceil_div(p.count, P::kTile));
-      launch(exec, "exact_emit", exact_emit<P>, blocks, P::kThreads, bytes(chunk), p, space, bins, mask, rows, key_bits,
-             chunk);
+      const auto run = [&](auto* kernel) {
+        launch(exec, "exact_emit", kernel, blocks, P::kThreads, bytes(chunk), p, space, bins, mask, rows, key_bits, chunk);
+      };
+      mask.counts ? run(exact_emit<P, true>) : run(exact_emit<P, false>);
     });
   } else if (tables_fit(exec, p, bins)) {
     const int64_t blocks = blocks_for(exec, 1, lane_blocks * ceil_div(p.count, kEmitKeys));

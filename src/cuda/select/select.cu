@@ -76,6 +76,7 @@ RuleLaunch rule_of(const WeighArgs& x, int64_t count) {
   RuleLaunch a{};
   a.rho = x.rho;
   a.goal = x.target;
+  if (x.stride > 1) a.all = static_cast<int32_t>(x.proxy.count);
   bool floors = true;
   switch (x.rule) {
     case Rule::fixed:
@@ -163,11 +164,26 @@ ProxyLaunch proxy_of(const WeighArgs& args) {
   return proxy_launch(args.proxy, args.heads);
 }
 
+// The keys that the rule sees.
+ProxyLaunch seen_by_rule(const WeighArgs& args, ProxyLaunch p) {
+  if (args.stride == 1) return p;
+  p.count = static_cast<int32_t>(sampled_keys(args));
+  p.stride = static_cast<int32_t>(args.stride);
+  if (p.rows != nullptr) {
+    p.rows += args.phase;
+  } else {
+    p.k.base += args.phase * p.k.row_step;
+    p.k.row_step *= args.stride;
+  }
+  return p;
+}
+
 template <class Rule>
 Rule with_outputs(Rule rule, const KeepArgs& args) {
   rule.solved = args.rho;
   rule.counts = args.counts;
   rule.top_p = args.weighed.top_p;
+  if constexpr (requires { rule.dropped; }) rule.dropped = args.dropped, rule.log_mass = args.log_mass;
   rule.head_budget = args.head_budget;
   rule.rho_used = args.rho_used;
   rule.alpha_used = args.alpha_used;
@@ -176,8 +192,7 @@ Rule with_outputs(Rule rule, const KeepArgs& args) {
 
 // ---- key by key ----
 
-void weigh_keys(const Exec& exec, const ProxyLaunch& p, const Scratch& weights) {
-  const SelectSpace s = space_of(p, weights);
+void weigh_keys(const Exec& exec, const ProxyLaunch& p, const SelectSpace& s, const Scratch& weights) {
   const Bins bins = select_bins(exec, p);
   const int64_t zeros = reinterpret_cast<char*>(s.histogram.base) - static_cast<char*>(weights.data) +
                         round_up(p.groups, kLanes) * bins.count * 8;
@@ -199,9 +214,19 @@ void clear_mask(const Exec& exec, const ProxyLaunch& p, const MaskLaunch& mask) 
         "select: mask");
 }
 
-void keep_keys(const Exec& exec, const ProxyLaunch& p, const RuleLaunch& rule, const Scratch& weights,
+// What reaches rho is looked for no closer than the sample's histograms tell.
+void keep_keys_by_sample(const Exec& exec, const ProxyLaunch& p, const ProxyLaunch& sample, const RuleLaunch& rule,
+                         const SelectSpace& s, MaskLaunch mask) {
+  const Bins bins = select_bins(exec, p);
+  if (rule.fixed == 0) solve_pass(exec, sample, s, bins, rule);
+  budgets_pass(exec, sample, s, bins, rule);
+  mask.counts = rule.counts;
+  emit_pass(exec, p, s, bins, mask);
+  exact_select_pass(exec, p, s, rule, mask);
+}
+
+void keep_keys(const Exec& exec, const ProxyLaunch& p, const RuleLaunch& rule, const SelectSpace& s,
                const MaskLaunch& mask) {
-  const SelectSpace s = space_of(p, weights);
   const Bins bins = select_bins(exec, p);
   if (rule.fixed == 0) {
     solve_pass(exec, p, s, bins, rule);
@@ -229,7 +254,9 @@ int64_t weigh_scratch(const Exec&, const Sizes&) { return 0; }
 
 void weigh(const Exec& exec, const WeighArgs& args) {
   const ProxyLaunch p = proxy_of(args);
-  if (!row(args.rule).whole_codes) return weigh_keys(exec, p, args.weights);
+  if (!row(args.rule).whole_codes) {
+    return weigh_keys(exec, seen_by_rule(args, p), space_of(p, args.weights), args.weights);
+  }
   const CodesSpace s = codes_space_of(p, args.weights);
   tally_pass(exec, p, floors_of(args), s);
   rank_pass(exec, p, order_of(args), s);
@@ -248,7 +275,8 @@ void solve(const Exec& exec, const SolveArgs& args) {
   if (row(weighed.rule).whole_codes) {
     return solve_codes_pass(exec, p, order_of(weighed), codes_rule_of(weighed), codes_space_of(p, weighed.weights), sample);
   }
-  solve_sample_pass(exec, p, space_of(p, weighed.weights), select_bins(exec, p), rule_of(weighed, p.count), sample);
+  const ProxyLaunch seen = seen_by_rule(weighed, p);
+  solve_sample_pass(exec, seen, space_of(p, weighed.weights), select_bins(exec, p), rule_of(weighed, seen.count), sample);
 }
 
 void keep(const Exec& exec, const KeepArgs& args) {
@@ -258,7 +286,10 @@ void keep(const Exec& exec, const KeepArgs& args) {
   const MaskLaunch mask{args.mask, words, p.rows == nullptr && mask_words(p.count) == words};
   clear_mask(exec, p, mask);
   if (!row(weighed.rule).whole_codes) {
-    return keep_keys(exec, p, with_outputs(rule_of(weighed, p.count), args), weighed.weights, mask);
+    const SelectSpace s = space_of(p, weighed.weights);
+    const ProxyLaunch seen = seen_by_rule(weighed, p);
+    const RuleLaunch rule = with_outputs(rule_of(weighed, seen.count), args);
+    return weighed.stride == 1 ? keep_keys(exec, p, rule, s, mask) : keep_keys_by_sample(exec, p, seen, rule, s, mask);
   }
   const CodesSpace s = codes_space_of(p, weighed.weights);
   keep_codes_pass(exec, p, order_of(weighed), with_outputs(codes_rule_of(weighed), args), s);

@@ -72,10 +72,12 @@ struct RuleLaunch {
   int32_t fixed;            // keys of every group; 0: as many as reach rho
   int32_t floor;            // the fewest keys of a group: ceil(alpha N), at most N
   bool shares_budget;       // nor does a group keep fewer than the head's mean, k_head
+  int32_t all;              // keys, of which the rule sees a sample; 0: it sees all
   double rho, alpha, goal;  // alpha as used; the density that rho is solved for, 0: rho is given
   const double* solved;     // [1] the rho of the whole sample; null: each head has its own
   PerHead<const int32_t> sizes;
   PerHead<int32_t> counts, top_p;
+  PerHead<float> dropped, log_mass;  // null: not wanted
   PerHead<int64_t> head_budget;
   PerHead<double> rho_used, alpha_used;
 };

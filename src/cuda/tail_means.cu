@@ -1,0 +1,151 @@
+// Means of parts of groups on CUDA: masks over the sampled keys, the sums that every mean has, and a row for each part.
+#include "core/numeric.h"
+#include "cuda/tail_merge.cuh"
+
+namespace scope::cuda {
+
+namespace {
+
+// What one head needs, beside the sums.
+struct Layout {
+  TailSpace space;
+  int64_t words;   // of a group's mask over the sampled keys
+  int64_t groups;  // of these masks
+  int64_t floats;  // of it all: 32-bit words
+
+  Layout(const Exec& exec, int64_t groups_, int64_t each, int64_t keys, int64_t dim, int64_t stride)
+      : space(exec, groups_ * each, dim, true, true, each),
+        words(mask_words(ceil_div(keys, stride))),
+        groups(groups_),
+        floats(round_up(space.floats + groups * words + groups, 4)) {}
+};
+
+struct SampleLaunch {
+  PerHead<const uint32_t> kept;  // [groups, words] by token
+  int64_t words;
+  PerHead<uint32_t> mask;    // [groups, TailLaunch::words] out: the same by sampled key; bits past the last are 0
+  PerHead<int32_t> dropped;  // [groups] out: how many of the sample a group drops
+  int32_t groups;
+};
+
+constexpr int kSampleThreads = 256;
+
+// A warp for each group of a head; a lane has a word at a time.
+__global__ void __launch_bounds__(kSampleThreads) sample_masks(ProxyLaunch p, TailLaunch tail, SampleLaunch to) {
+  const int64_t at = (blockIdx.x * int64_t{kSampleThreads} + threadIdx.x) / 32, head = at / to.groups;
+  const auto group = static_cast<int32_t>(at % to.groups), lane = static_cast<int32_t>(threadIdx.x % 32);
+  if (head >= p.heads) return;
+  const TailKeys all(p, tail, head);
+  const uint32_t* kept = to.kept[head] + group * to.words;
+  int32_t kept_keys = 0;
+  for (int64_t w = lane; w < tail.words; w += 32) {
+    uint32_t word = 0;
+    const int32_t first = static_cast<int32_t>(w) * 32, n = min(32, all.count - first);
+    for (int32_t i = 0; i < n; ++i) {
+      const int32_t token = all.token(p, tail, first + i);
+      word |= (kept[token / 32] >> (token % 32) & 1) << i;
+    }
+    to.mask[head][group * tail.words + w] = word;
+    kept_keys += __popc(word);
+  }
+  kept_keys = __reduce_add_sync(~0u, kept_keys);
+  if (lane == 0) to.dropped[head][group] = all.count - kept_keys;
+}
+
+struct RowsLaunch {
+  SampleLaunch sample;
+  PerHead<const float> share;  // [groups] of what a group drops; 0: nothing
+  PerHead<float> value;        // [rows, dim] out
+};
+
+// Of all the keys that a group drops, for one channel; for a group whose sample has none of them. By the whole block.
+__device__ Merged mean_of_all(const ProxyLaunch& p, const TailLaunch& tail, const uint32_t* kept, int32_t head,
+                              int32_t row) {
+  __shared__ float shared[kMeanThreads];
+  const int channel = threadIdx.x;
+  // The logit of the thread's key of those from `first` on; -inf: the key is kept, or there is none.
+  const auto logit = [&](int32_t first) {
+    const int32_t key = first + channel, token = key < p.count ? p.token(key) : 0;
+    const bool dropped = key < p.count && (kept[token / 32] >> (token % 32) & 1) == 0;
+    const float x = dropped ? p.product(head, row, token) : -INFINITY;
+    return isnan(x) ? -INFINITY : x;
+  };
+  Merged all;
+  for (int32_t first = 0; first < p.count; first += kMeanThreads) all.top = fmaxf(all.top, logit(first));
+  shared[channel] = all.top;
+  __syncthreads();
+  for (const float x : shared) all.top = fmaxf(all.top, x);
+  for (int32_t first = 0; first < p.count && all.top > -INFINITY; first += kMeanThreads) {
+    const float x = expf(logit(first) - all.top);
+    __syncthreads();
+    shared[channel] = x;
+    __syncthreads();
+    for (int32_t i = 0; i < min(kMeanThreads, p.count - first); ++i) {
+      if (shared[i] == 0) continue;
+      all.dropped += shared[i];
+      if (channel < p.dim) all.v = fmaf(shared[i], p.element(tail.v.row(head, p.token(first + i))[channel]), all.v);
+    }
+  }
+  all.v = all.dropped > 0 ? all.v / all.dropped : 0;
+  return all;
+}
+
+// A block per row of a head: its mean.
+__global__ void __launch_bounds__(kMeanThreads, 4) part_rows(ProxyLaunch p, TailLaunch tail, RowsLaunch to) {
+  const auto head = static_cast<int32_t>(blockIdx.x / p.groups), row = static_cast<int32_t>(blockIdx.x % p.groups);
+  const int32_t group = row / tail.each;
+  Merged all;
+  if (tail.sizes[head][row] > 0 && to.share[head][group] > 0) {
+    all = to.sample.dropped[head][group] > 0
+              ? merge<true>(p, tail, head, row)
+              : mean_of_all(p, tail, to.sample.kept[head] + group * to.sample.words, head, row);
+  }
+  const int channel = threadIdx.x;
+  if (channel < p.dim) to.value[head][int64_t{row} * p.dim + channel] = all.v;
+}
+
+}  // namespace
+
+int64_t part_means_scratch(const Exec& exec, const Sizes& sizes) {
+  const Layout layout(exec, sizes.groups, sizes.parts, sizes.k_tokens, sizes.dim, sizes.part_stride);
+  return sizes.heads * layout.floats * 4;
+}
+
+void part_means(const Exec& exec, const TailArgs& args) {
+  const Parts& parts = args.parts;
+  Proxy proxy = args.proxy;  // of the keys themselves, whatever selected them
+  proxy.kind = ProxyKind::exact;
+  proxy.groups *= parts.each;
+  proxy.centroids = parts.centroids;
+  const ProxyLaunch p = proxy_launch(proxy, args.heads);
+  const Layout layout(exec, args.proxy.groups, parts.each, p.count, p.dim, parts.stride);
+  require(args.heads * layout.floats * 4 <= args.scratch.bytes, Status::internal, "means: scratch is smaller than its plan");
+  auto* const scratch = static_cast<float*>(args.scratch.data);
+  auto* const masks = reinterpret_cast<uint32_t*>(scratch + layout.space.floats);
+  auto* const dropped = reinterpret_cast<int32_t*>(masks + layout.groups * layout.words);
+  const TailLaunch tail{.v = head_rows(args.v),
+                        .sizes = parts.sizes,
+                        .each = static_cast<int32_t>(parts.each),
+                        .kept = {masks, layout.floats},
+                        .words = layout.words,
+                        .by_key = true,
+                        .stride = static_cast<int32_t>(parts.stride),
+                        .phase = static_cast<int32_t>(parts.phase % parts.stride),
+                        .partials = layout.space.partials,
+                        .splits = layout.space.splits,
+                        .width = layout.space.width,
+                        .sums = {scratch, layout.floats},
+                        .centre = {}};
+  const SampleLaunch sample{.kept = args.kept,
+                            .words = mask_words(args.proxy.k.tokens),
+                            .mask = {masks, layout.floats},
+                            .dropped = {dropped, layout.floats},
+                            .groups = static_cast<int32_t>(args.proxy.groups)};
+  launch(exec, "sample_masks", sample_masks, ceil_div(args.heads * args.proxy.groups, kSampleThreads / 32), kSampleThreads,
+         0, p, tail, sample);
+  tail_sums_pass(exec, p, tail, true);
+  const RowsLaunch to{sample, args.share, args.value};
+  launch(exec, "part_rows", part_rows, args.heads * p.groups, kMeanThreads, 0, p, tail, to);
+}
+
+}  // namespace scope::cuda
