@@ -15,6 +15,11 @@ def dtype_of(x):
     return _c_api.BF16 if code is None and x.dtype.name == "bfloat16" else code
 
 
+def look(q, k, v):
+    """Everything that describe and its caller judge by: arrays are accepted if others that look the same were."""
+    return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+
+
 def describe(name, x):
     """Address, device index, dtype's code and strides in elements."""
     item = x.itemsize

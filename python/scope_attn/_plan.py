@@ -111,14 +111,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=forget_parent)
 
 
+_modules: dict[type, Any] = {}  # that know arrays, by the arrays' types
+
+
 def arrays_of(x: Any):
     """The module that knows arrays of x's kind."""
+    return _modules.get(type(x)) or _module_for(x)
+
+
+def _module_for(x: Any):
     if hasattr(x, "requires_grad"):
         from . import _torch
-        return _torch
+        return _modules.setdefault(type(x), _torch)
     if hasattr(x, "__array_interface__"):
         from . import _numpy
-        return _numpy
+        return _modules.setdefault(type(x), _numpy)
     raise TypeError(f"q: got {type(x).__name__}, expected a numpy array or a PyTorch tensor")
 
 
@@ -392,13 +399,14 @@ class Plan(Handle):
         self._arguments = _c_api.RunArgs(workspace_bytes=self.workspace_bytes)
         self._by_reference = _c_api.byref(self._arguments)
         self._q, self._k, self._v, self._out = (getattr(self._arguments, name) for name in ("q", "k", "v", "out"))
+        self._look: Any = None  # of the latest arrays that were accepted; their strides are in the arguments
 
-    @property
+    @functools.cached_property
     def workspace_bytes(self) -> int:
         """Memory of a call: of the context on the CPU, from PyTorch's allocator on a GPU."""
         return self._plan.info.workspace_bytes
 
-    @property
+    @functools.cached_property
     def state_bytes(self) -> int:
         """Memory of a State; 0: the method keeps none."""
         return self._plan.info.state_bytes
@@ -492,6 +500,32 @@ class Plan(Handle):
                      dataclasses.replace(selection, sizes=None, counts=None), None)
         return out
 
+    def _point_all(self, arrays: Any, tokens_first: bool, q: Any, k: Any, v: Any, out: Any):
+        """Points the arguments at these arrays, after checking them unless they look as those of the call before.
+
+        `out` was made like q, so that q's look is its own.
+        """
+        try:
+            look = arrays.look(q, k, k if v is None else v), tokens_first, v is None, out is None
+            if look == self._look:
+                address = arrays.address
+                self._q.data, self._k.data = address(q), address(k)
+                self._v.data = None if v is None else address(v)
+                self._out.data = None if out is None else address(out)
+                return
+        except AttributeError:
+            look = None  # one of them is no such array: it is named below
+        self._look = None
+        self._v.data = self._out.data = None
+        q_shape, k_shape = self._q_shape[tokens_first], self._k_shape[tokens_first]
+        self._point(arrays, "q", q, q_shape, tokens_first, self._q)
+        self._point(arrays, "k", k, k_shape, tokens_first, self._k)
+        if v is not None:
+            self._point(arrays, "v", v, k_shape, tokens_first, self._v)
+        if out is not None:
+            self._point(arrays, "out", out, q_shape, tokens_first, self._out)
+        self._look = look
+
     def _point(self, arrays: Any, name: str, x: Any, shape: tuple, tokens_first: bool, to: _c_api.Tensor):
         """Points a tensor of the arguments at x."""
         try:
@@ -516,26 +550,18 @@ class Plan(Handle):
     def _launch(self, function, arrays, tokens_first, q, k, v, out, state, scale, layer, step, steps, tokens, selection, stats, lse=None):
         a = self._arguments
         with self.context.lock:
-            self._point(arrays, "q", q, self._q_shape[tokens_first], tokens_first, self._q)
-            self._point(arrays, "k", k, self._k_shape[tokens_first], tokens_first, self._k)
-            if v is None:
-                self._v.data = None
-            else:
-                self._point(arrays, "v", v, self._k_shape[tokens_first], tokens_first, self._v)
-            if out is None:
-                self._out.data = None
-            else:
-                self._point(arrays, "out", out, self._q_shape[tokens_first], tokens_first, self._out)
+            self._point_all(arrays, tokens_first, q, k, v, out)
             stream = None
             if self.index < 0:
-                a.workspace = self.context.workspace(a.workspace_bytes)
+                a.workspace = self.context.workspace(self.workspace_bytes)
             else:
                 # From the allocator's pool of this stream: freed below, and given to nobody but later work of the same stream.
                 stream = a.stream = arrays.raw_stream(self.index)
-                workspace = arrays.device_memory(a.workspace_bytes, self.index)
+                workspace = arrays.device_memory(self.workspace_bytes, self.index)
                 a.workspace = workspace.data_ptr()
-            a.state = None
-            if state is not None:
+            if state is None:
+                a.state = None
+            else:
                 a.state = state._handle_for(self, stream)
                 layer = state.layer if layer < 0 else layer
                 step, steps = (state.step, state.steps) if step < 0 else (step, steps)

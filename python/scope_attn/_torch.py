@@ -14,6 +14,12 @@ empty_like = torch.empty_like
 int32 = torch.int32
 
 
+def look(q, k, v):
+    """Everything that describe and its caller judge by: arrays are accepted if others that look the same were."""
+    return (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad), q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
+
+
 def describe(name, x):
     """Address, device index, dtype's code and strides in elements."""
     if x.requires_grad and torch.is_grad_enabled():
@@ -87,12 +93,12 @@ raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda ind
 
 
 def device_memory(size, index):
-    return torch.empty(size, dtype=torch.uint8, device=_device(index))
+    return _no_memory(index).new_empty(size)  # a tensor's own method reads neither a dtype nor a device
 
 
 @functools.lru_cache
-def _device(index):
-    return torch.device("cuda", index)
+def _no_memory(index):
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
 
 
 def record_stream(memory, index):

@@ -205,6 +205,24 @@ def test_places_decide_what_is_dense():
     assert _functions.kept_plan.cache_info().hits > 0 and _functions.kept_plan.cache_info().maxsize == 64
 
 
+def test_accepted_before():
+    """A plan that accepted arrays refuses what differs from them, and the next call with the first ones is right."""
+    q, k, v = arrays = qkv(batch=1)
+    plan = scope_attn.Plan(batch=1, heads=3, q_tokens=280, k_tokens=280, dim=64, rope=ROPE, target_density=0.3)
+    expected = plan.run(q, k, v)
+    strided = [x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in arrays]
+    packed = np.zeros(q.shape, dtype=[("x", np.float32), ("y", np.int8)])  # strides of 5 bytes
+    wrong = [lambda x: x[:, :, :279], lambda x: x[0], lambda x: x.astype(np.float16), lambda x: x.astype(">f4"), lambda x: packed["x"],
+             lambda x: x.swapaxes(2, 3).copy().swapaxes(2, 3), lambda x: x.tolist(), lambda x: None]
+    for place, name in enumerate("qkv"):
+        for change in wrong:
+            with pytest.raises((ValueError, TypeError), match=f"^{name}: "):
+                plan.run(*(change(x) if i == place else strided[i] for i, x in enumerate(arrays)))
+            assert (plan.run(q, k, v) == expected).all(), name
+        mixed = [strided[i] if i == place else x for i, x in enumerate(arrays)]
+        assert (plan.run(*mixed) == expected).all() and (plan.run(q, k, v) == expected).all()
+
+
 def test_what_does_not_fit_is_refused():
     q, k, v = qkv(batch=1)
     attend = lambda *x, **more: scope_attn.attention(*x, **{"rope": ROPE, **more})

@@ -256,6 +256,40 @@ def test_refusals(qkv):
         torch.compile(lambda *x: scope_attn.attention(*x, stats=scope_attn.Stats(), **SETTINGS), fullgraph=True, backend="eager")(*qkv)
 
 
+def test_accepted_before(qkv):
+    """A plan that accepted arrays refuses what differs from them, and the next call with the first ones is right."""
+    q, k, v = qkv
+    plan = scope_attn.Plan(batch=2, heads=3, q_tokens=280, k_tokens=280, dim=64, dtype=str(q.dtype).removeprefix("torch."), device=q.device,
+                           **SETTINGS)
+    with pytest.raises(ValueError, match="v: got null"):
+        plan.run(q, k, None)
+    expected = plan.run(q, k, v)
+    assert (expected == scope_attn.attention(q, k, v, **SETTINGS)).all()
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
+    by_channel = lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)
+    other_type = torch.bfloat16 if q.dtype is torch.float16 else torch.float16
+    wrong: dict = {
+        "got shape": [lambda x: x[:, :, :279], lambda x: x[:1], lambda x: x[0]], "stride 280": [by_channel], f"got {other_type}": [
+            lambda x: x.to(other_type)], "meta": [lambda x: x.to("meta")], "requires gradients": [lambda x: x.clone().requires_grad_()],
+        "expected": [lambda x: np.zeros(x.shape), lambda x: x.tolist(), lambda x: None]}
+    for place, name in enumerate("qkv"):
+        for message, change in [(message, change) for message, changes in wrong.items() for change in changes]:
+            with pytest.raises((ValueError, TypeError, RuntimeError), match=f"^{name}: .*{message}"):
+                plan.run(*(change(x) if i == place else strided[i] for i, x in enumerate(qkv)))
+            assert (plan.run(q, k, v) == expected).all(), (name, message)
+    for given in ([strided[0], k, v], [q, strided[1], v], [q, k, strided[2]], [x.clone() for x in qkv]):
+        assert (plan.run(*given) == expected).all()
+        assert (plan.run(q, k, v) == expected).all()
+    assert (plan.run(*(x.transpose(1, 2) for x in strided), layout="BNHD").transpose(1, 2) == expected).all()
+    selection = plan.select(q, k)
+    assert (plan.run(q, k, v) == expected).all() and (plan.select(q, k, v).mask == selection.mask).all()
+    with torch.no_grad():
+        grown = [x.clone().requires_grad_() for x in qkv]
+        assert (plan.run(*grown) == expected).all()
+    with pytest.raises(RuntimeError, match="gradients"):
+        plan.run(*grown)
+
+
 def test_threads(qkv):
     expected = {density: scope_attn.attention(*qkv, rope=ROPE, target_density=density) for density in (0.2, 0.3)}
     failures = []
