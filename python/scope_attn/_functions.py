@@ -67,23 +67,21 @@ def attention(q: Array, k: Array, v: Array, *, rope: Optional[Sequence[int]] = N
         raise TypeError(f"state: got {type(state).__name__}, expected a State")
     texts = [f"{name}={text_of(value)}" for name, value in settings.items()]
     tokens_first = token_major(layout)
-    tokens = q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries
+    tokens = tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries)
     if hasattr(q, "requires_grad"):
         from . import _torch
         return _torch.attention(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, tokens, stats,
                                 return_lse)
-    return run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, *tokens, stats=stats,
-               return_lse=return_lse)
+    return run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, tokens, stats, return_lse)
 
 
-def run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, q_lengths, k_lengths, valid_queries,
-        valid_keys, keep, dense_queries, *, stats=None, return_lse=False):
+def run(q, k, v, state, method, model, texts, rope, tokens_first, scale, layer, step, steps, tokens, stats, return_lse):
     """attention with the plan from the cache."""
     arrays = arrays_of(q)
-    plan = plan_for(arrays, q, k, tokens_first, dense_queries is not None, method, model, rope, texts)
+    plan = plan_for(arrays, q, k, tokens_first, "dense_queries" in tokens, method, model, rope, texts)
     out, lse = arrays.empty_like(q), arrays.empty_floats(plan._q_shape[0][:3], q) if return_lse else None
-    plan._launch(plan._plan.libscope.run, arrays, tokens_first, q, k, v, out, state, scale, layer, step, steps,
-                 tokens_given(q_lengths, k_lengths, valid_queries, valid_keys, keep, dense_queries), None, stats, lse)
+    plan._launch(plan._plan.libscope.run, arrays, tokens_first, q, k, v, out, state, scale, layer, step, steps, tokens,
+                 None, stats, lse)
     return (out, lse) if return_lse else out
 
 

@@ -152,8 +152,19 @@ _tags = [getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_
 if hasattr(torch.Tag, "cudagraph_unsafe"):
     _tags.append(torch.Tag.cudagraph_unsafe)
 _library = torch.library.Library("scope_attn", "DEF")
-_rest = ("str method, str? model, str[] settings, int[]? rope, bool tokens_first, float scale, SymInt layer, SymInt step, SymInt steps, "
-         "Tensor? q_lengths, Tensor? k_lengths, Tensor? valid_queries, Tensor? valid_keys, Tensor? keep, Tensor? dense_queries)")
+# Each argument costs each call a tenth of a microsecond, so most of what no call changes is one text.
+_rest = "str what, str? model, int[]? rope, float scale, SymInt layer, SymInt step, SymInt steps, Tensor[] tokens)"
+
+
+def pack_what(method, settings, tokens_first, tokens):
+    """An operator's `what`; `tokens` are the names of its tensors. No part of it has a NUL, since C's strings end there."""
+    return "\0".join([method, "BNHD" if tokens_first else "BHND", ",".join(tokens), *settings])
+
+
+@functools.lru_cache
+def unpack_what(what):
+    method, layout, tokens, *settings = what.split("\0")
+    return method, settings, _plan.LAYOUTS[layout], tokens.split(",")
 
 
 def define_operator(name, with_state, return_lse):
@@ -162,12 +173,15 @@ def define_operator(name, with_state, return_lse):
 
     def call(q, k, v, *rest):
         state, rest = (state_of(rest[0]), rest[1:]) if with_state else (None, rest)
-        return _functions.run(q, k, v, state, *rest, return_lse=return_lse)
+        what, model, rope, scale, layer, step, steps, tensors = rest
+        method, settings, tokens_first, names = unpack_what(what)
+        return _functions.run(q, k, v, state, method, model, settings, rope, tokens_first, scale, layer, step, steps,
+                              dict(zip(names, tensors)), None, return_lse)
 
     def fake(q, k, v, *rest):
         if not return_lse:
             return torch.empty_like(q)
-        tokens_first = rest[4 + with_state]
+        tokens_first = unpack_what(rest[with_state])[2]
         return torch.empty_like(q), empty_floats((q.shape[0], q.shape[2], q.shape[1]) if tokens_first else q.shape[:3], q)
 
     torch.library.impl(_library, name, "CompositeExplicitAutograd")(call)
@@ -181,21 +195,17 @@ _operators = {(with_state, return_lse): define_operator("attention" + "_with_sta
               for with_state in (False, True) for return_lse in (False, True)}
 
 
-def on_host(x):
-    """Lengths and masks, which may come as lists."""
-    return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(x)
-
-
 def attention(q, k, v, state, method, model, settings, rope, tokens_first, scale, layer, step, steps, tokens, stats, return_lse):
     compiling = torch.compiler.is_compiling()
     if stats is not None and compiling:
         raise RuntimeError("stats: not under torch.compile, where nobody can look at them")
-    rest = method, model, settings, rope, tokens_first, scale, layer, step, steps
     if stats is not None or (type(q) is torch.Tensor and not compiling):
         # What the operators do, without the dispatcher's microseconds.
-        return _functions.run(q, k, v, state, *rest, *tokens, stats=stats, return_lse=return_lse)
+        return _functions.run(q, k, v, state, method, model, settings, rope, tokens_first, scale, layer, step, steps, tokens, stats,
+                              return_lse)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError("q, k, v: they require gradients, and sparse attention has no backward pass; use torch.no_grad() or detach()")
-    rest = *rest, *[on_host(x) for x in tokens]
+    tensors = [x if isinstance(x, torch.Tensor) else torch.as_tensor(x) for x in tokens.values()]
+    rest = pack_what(method, settings, tokens_first, tokens), model, rope, scale, layer, step, steps, tensors
     operator = _operators[state is not None, return_lse]
     return operator(q, k, v, *rest) if state is None else operator(q, k, v, state.ticket, *rest)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import scope_attn
+from scope_attn import _torch
 
 ROPE = (24, 20, 20)
 SETTINGS = dict(rope=ROPE, target_density=0.3)
@@ -206,17 +207,55 @@ def test_states_in_order(qkv):
 
 
 def test_operators(qkv):
-    arguments = ("scope", None, ["target_density=0.3"], list(ROPE), False, 0.0, -1, -1, 0) + (None,) * 6
-    torch.library.opcheck(torch.ops.scope_attn.attention.default, (*qkv, *arguments))
-    torch.library.opcheck(torch.ops.scope_attn.attention_and_lse.default, (*qkv, *arguments))
+    text = torch.zeros(2, 280, dtype=torch.bool)
+    text[:, :20] = True
+    tokens = dict(k_lengths=torch.tensor([280, 270]), keep=text)
+    what = [_torch.pack_what("scope", ["target_density=0.3"], False, names) for names in ((), tokens)]
+    arguments = what[0], None, list(ROPE), 0.0, -1, -1, 0, []
+    with_tokens = what[1], None, list(ROPE), 0.125, 3, 5, 50, list(tokens.values())
+    assert _torch.unpack_what(what[1]) == ("scope", ["target_density=0.3"], False, ["k_lengths", "keep"])
+    for operator in (torch.ops.scope_attn.attention.default, torch.ops.scope_attn.attention_and_lse.default):
+        torch.library.opcheck(operator, (*qkv, *arguments))
+        torch.library.opcheck(operator, (*qkv, *with_tokens))
+    out = torch.ops.scope_attn.attention.default(*qkv, *with_tokens)
+    assert (out == scope_attn.attention(*qkv, **SETTINGS, **tokens, layer=3, step=5, steps=50)).all()
     state = scope_attn.State()
     scope_attn.attention(*qkv, state=state, **SETTINGS)
     operator = torch.ops.scope_attn.attention_with_state.default
-    torch.library.opcheck(operator, (*qkv, state.ticket, *arguments), test_utils=("test_schema", "test_faketensor"))
+    for given in (arguments, with_tokens):
+        torch.library.opcheck(operator, (*qkv, state.ticket, *given), test_utils=("test_schema", "test_faketensor"))
     ticket = state.ticket
     del state
     with pytest.raises(RuntimeError, match="its State is gone"):
         operator(*qkv, ticket, *arguments)
+
+
+@pytest.mark.parametrize("given, error", [
+    (dict(rope=()), r"rope: got \[\]"), (dict(rope=(24, 20)), r"rope: got \[24, 20\]"), (dict(rope="123"), "integer|fake tensor"),
+    (dict(rope=(24.5, 19.5, 20)), "integer|fake tensor"), (dict(model=""), 'model: there is no ""'),
+    (dict(method=""), 'method: there is no ""'), (dict(layout="BDNH"), 'layout: got "BDNH"'), (dict(densty=0.3), "densty"),
+    (dict(target_density=None, rho=7), "rho: got"), (dict(k_lengths=[280]), "k_lengths: got 1 of them"),
+    (dict(keep=torch.zeros(2, 7, dtype=torch.bool)), r"keep: got shape \[2, 7\]"),
+])
+def test_compiled_refusals(given, error, qkv):
+    """A compiled call refuses what an eager one does."""
+    torch._dynamo.reset()
+    for call in (scope_attn.attention, torch.compile(scope_attn.attention, fullgraph=True, backend="eager")):
+        with pytest.raises(Exception, match=f"{error}|exception"), torch.no_grad():  # older versions say only that there was one
+            call(*qkv, **{**SETTINGS, **given})
+
+
+def test_compile_settings(qkv):
+    """One compiled function with other methods, scales, ropes and tokens from call to call."""
+    torch._dynamo.reset()
+    compiled = torch.compile(scope_attn.attention, fullgraph=True)
+    text = torch.arange(280) < 20
+    with torch.no_grad():
+        for given in (dict(), dict(rope=(20, 24, 20), scale=0.25), dict(rope=(16, 24, 24), scale=0.5), dict(k_lengths=[280, 270]),
+                      dict(keep=text.expand(2, 280), k_lengths=torch.tensor([280, 260])),
+                      dict(model="wan2.1-t2v-14b", step=3, steps=50), dict(method="dense", rope=None, target_density=None)):
+            given = {**SETTINGS, **given}
+            assert (compiled(*qkv, **given) == scope_attn.attention(*qkv, **given)).all(), given
 
 
 def test_torch_after_package():
