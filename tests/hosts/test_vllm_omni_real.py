@@ -270,6 +270,53 @@ def test_end_step_needs_the_number_of_steps(scope):
             attention(*random_qkv(), wan())
 
 
+@pytest.mark.parametrize("variable, steps, dense_ones", [
+    ("", 4, 0), ("", 5, 1), ("", 10, 2), (",dense_steps=0", 10, 0), (",dense_steps=0.5", 5, 2), (",method=fast", 10, 0),
+    (",model=hunyuanvideo-13b", 10, 1)])
+def test_the_first_steps_are_the_known_models_share(monkeypatch, variable, steps, dense_ones):
+    """Rounded down, as in every host, where the model tells its number of steps and no start_step is said."""
+    monkeypatch.setenv("SCOPE_VLLM_OMNI", f"min_tokens=0{variable}")
+    config = config_of({"sparsity": 0.5}, "MiniMaxH3Pipeline")
+    attention, (q, k, v) = layer(config, prefix="blocks.0.attn"), random_qkv()
+    with video(config) as begin:
+        for step in range(steps):
+            begin(step, steps)
+            assert torch.equal(attention(q, k, v, wan()), dense(q, k, v)) == (step < dense_ones)
+    assert whys() == ["the step is within dense_steps"] * dense_ones + [""] * (steps - dense_ones)
+
+
+def test_without_the_number_of_steps_no_first_step_is_dense(scope, monkeypatch, caplog):
+    """Of Wan: the log says so once, and a share of the steps is refused."""
+    from scope_attn.hosts.vllm_omni import logger
+    said = "no first steps are dense: this model does not tell how many steps there are, so give their number by start_step"
+
+    def run(block_sparse):
+        config = config_of(block_sparse)
+        attention = layer(config, prefix="blocks.0.attn1")
+        caplog.clear()
+        logger.addHandler(caplog.handler)
+        try:
+            with caplog.at_level(logging.INFO, logger.name), video(config) as begin:
+                for step in range(3):
+                    begin(step)
+                    attention(*random_qkv(), wan())
+        finally:
+            logger.removeHandler(caplog.handler)
+        return caplog.text.count(said)
+
+    monkeypatch.setattr(logging.getLogger("vllm_omni"), "propagate", False)  # caplog would see it twice
+    assert run({"sparsity": 0.5}) == 1 and whys() == [""] * 3
+    assert run({"sparsity": 0.5, "start_step": 1}) == 0 and whys()[1:] == [""] * 2
+    for variable in "dense_steps=0", "method=fast":
+        monkeypatch.setenv("SCOPE_VLLM_OMNI", f"min_tokens=0,{variable}")
+        assert run({"sparsity": 0.5}) == 0 and whys() == [""] * 3
+    monkeypatch.setenv("SCOPE_VLLM_OMNI", "min_tokens=0,dense_steps=0.2")
+    with pytest.raises(ValueError, match="dense_steps: it needs the number of steps, which this model does not tell"):
+        run({"sparsity": 0.5})
+    with pytest.raises(ValueError, match="dense_steps: start_step of block_sparse says it too; give one of them"):
+        run({"sparsity": 0.5, "start_step": 1})
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.6])
 @pytest.mark.parametrize("step", [0, 1])
 def test_prefix_and_used_length(scope, step, sparsity):
@@ -299,7 +346,7 @@ def test_spans_between_other_tokens(scope):
     config = config_of({"sparsity": 0.6}, "MiniMaxH3Pipeline")
     attention, (q, k, v) = layer(config, prefix="blocks.0.attn"), random_qkv(384)
     with video(config) as begin:
-        begin(0, 5)
+        begin(1, 5)
         out, exact = attention(q, k, v, AttentionMetadata(video_layout=layout)), dense(q, k, v, 360)
     others = [*range(10), *range(74, 100), *range(356, 360)]
     assert whys() == [""] and (out - exact)[:, others].abs().max() < 1e-4
@@ -453,7 +500,8 @@ def test_the_variable(monkeypatch, text):
     ("method", 'got "method", expected name=value'),
     ("{bad", "it begins like JSON and is none"),
     ("target_density=0.1", "target_density is said by sparsity in block_sparse"),
-    ("dense_steps=0.1", "dense_steps is said by start_step in block_sparse"),
+    ("dense_last_steps=0.1", "dense_last_steps is said by end_step in block_sparse"),
+    ("dense_steps=7", "dense_steps: got"),
     ("min_tokens=many", "expected a whole number"),
     ("strict=perhaps", "expected yes or no"),
     ("method=sol", "Morton"),

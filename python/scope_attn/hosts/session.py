@@ -119,10 +119,9 @@ class Session(Handle):
         _c_api.Method(_c_api.library(), method, {name: text_of(value) for name, value in given.items()}, self.model)
         plan = Plan(batch=1, heads=heads, q_tokens=32768, k_tokens=32768, dim=dim, method=method, model=self.model, **ranges_of(rope),
                     **{name: value for name, value in given.items() if name not in OF_A_DEVICE})
-        self.shown = method
+        self.shown, self.schedule = method, {name: plan.setting(name) for name in SCHEDULE}
         if selector is not None:
-            self.shown = f"selector {name_of(selector)}"
-            self.settings = {name: plan.setting(name) for name in SCHEDULE}
+            self.shown, self.settings = f"selector {name_of(selector)}", dict(self.schedule)
         self.density_over_heads = selector is None and plan.setting("target_scope") == "sample" and (
             plan.setting("rule") == "target" or any(plan.setting(name) != "none" for name in ("target_density", "density_steps")))
         self.shares_branches = any(row.name == method and row.shares_branches for row in _functions.methods())

@@ -30,8 +30,7 @@ from . import logger
 VARIABLE = "SCOPE_VLLM_OMNI"
 OWN = "method", "model", "min_tokens", "strict"  # settings of ours that are none of the library's
 SAID_BY_BLOCK_SPARSE = {"target_density": "sparsity", "density": "sparsity", "density_steps": "sparsity",
-                        "dense_steps": "start_step", "dense_last_steps": "end_step", "dense_layers": "skip_layers",
-                        "warm_prefix": "start_step"}
+                        "dense_last_steps": "end_step", "dense_layers": "skip_layers", "warm_prefix": "start_step"}
 EXAMPLE = '{"backend": "SCOPE", "block_sparse": {"sparsity": 0.8, "start_step": 10}}'
 
 
@@ -96,7 +95,8 @@ class Run:
         self.config = weakref.ref(config)
         self.start, self.end = given.get("start_step", 0), given.get("end_step", 0)
         self.skipped = given.get("skip_layers") or ()
-        self.needs_total = "end_step" if self.end else "reuse_steps" if settings.get("reuse_steps") else ""
+        if self.start and "dense_steps" in settings:
+            raise ValueError(f"{VARIABLE}: dense_steps: start_step of block_sparse says it too; give one of them")
         own = {name: settings.pop(name) for name in OWN if name in settings}
         tensor, ulysses = (getattr(parallel, name, None) or 1 for name in ("tensor_parallel_size", "ulysses_degree"))
         self.ranks = tensor * ulysses
@@ -104,11 +104,15 @@ class Run:
             family=family, layers=0, heads=heads * tensor, dim=dim, rope=(rotations.wan if family == "wan" else rotations.minimax_h3)(dim),
             experts=2 if family == "wan" else 1, from_image="ImageToVideo" in pipeline or "I2V" in pipeline,
             target_density=1 - given["sparsity"], warn=logger.warning, **own,
-            settings={"dense_layers?": 0, "dense_steps?": 0, "dense_last_steps?": 0, "warm_prefix?": False, **settings})
+            settings={"dense_layers?": 0, "dense_last_steps?": 0, **({"dense_steps?": 0, "warm_prefix?": False} if self.start else {}),
+                      **settings})
+        self.share = float(self.session.schedule["dense_steps"])  # of dense first steps: the known model's, unless another is said
+        self.needs_total = ("end_step" if self.end else "reuse_steps" if settings.get("reuse_steps") else
+                            "dense_steps" if "dense_steps" in settings and self.share else "")
         self.layers: dict[str, int] = {}  # by prefix
         self.made: collections.Counter = collections.Counter()  # by prefix, which Wan2.2's experts share
         self.context: Any = None  # of the latest call, weak
-        self.told: set[str] = set()  # why calls were dense, each once
+        self.told: set[str] = set()
         logger.info("SCOPE: %s at density %.3f, for %s", self.session.method, 1 - given["sparsity"],
                     self.session.why_model)
 
@@ -126,6 +130,8 @@ class Run:
         if last is not None and step == last.step and self.context() is not context:
             session.video = None
         self.context = weakref.ref(context)
+        if self.share and context.total_denoise_steps is None:
+            self.tell("no first steps are dense: this model does not tell how many steps there are, so give their number by start_step")
         video = session.video_at(step, context.total_denoise_steps or 0)
         if video is not last:
             if last is not None:
@@ -135,11 +141,11 @@ class Run:
                                               rho_of_each_rank=session.density_over_heads)
         return video
 
-    def tell(self, why: str):
-        """The log has each reason once, since a server's user sees no receipt."""
-        if why not in self.told:
-            self.told.add(why)
-            logger.info("SCOPE: %s", f"dense calls: {why}" if why else "the first sparse call ran")
+    def tell(self, line: str):
+        """The log has each line once, since a server's user sees no receipt."""
+        if line not in self.told:
+            self.told.add(line)
+            logger.info("SCOPE: %s", line)
 
 
 def refuse_parallel(config: Any):
@@ -293,7 +299,7 @@ class ScopeImpl(AttentionImpl):
         if run is None:
             return dense()
         if context is None or context.denoise_step_idx is None:
-            run.tell("outside the steps of a video")
+            run.tell("dense calls: outside the steps of a video")
             return dense()
         video = run.video(context)
         step, total = context.denoise_step_idx, context.total_denoise_steps
@@ -318,7 +324,8 @@ class ScopeImpl(AttentionImpl):
 
         place = Place(self.layer, step, f"call {video.turn(self.expert, self.layer)}", self.expert)
         out = video.attend(query, key, value, place, dense, told_tokens, scale=self.scale)
-        run.tell(video.receipt.calls[-1].why)
+        why = video.receipt.calls[-1].why
+        run.tell(f"dense calls: {why}" if why else "the first sparse call ran")
         if total is not None and step == total - 1:
             video.drop_state(place, query)  # the VAE, which comes next, needs the memory
         return out
