@@ -22,6 +22,9 @@ double fastest(const std::vector<double>& seconds) { return *std::min_element(se
 // Of the variant's schedule.
 double dense_pass(const StepsCase& c) { return c.dense.total + (c.variant->clustering > 0 ? c.warm.clusters : 0); }
 
+// What a product multiplies.
+std::string operands(const StepTimes& found, const video::LinearShape& shape) { return shape.fp8 ? "e4m3" : found.compute; }
+
 nlohmann::ordered_json linear_json(const StepTimes& found) {
   double flop = 0, seconds = 0, own = 0;
   auto shapes = nlohmann::ordered_json::array();
@@ -29,10 +32,15 @@ nlohmann::ordered_json linear_json(const StepTimes& found) {
     const auto calls = static_cast<double>(time.calls);
     flop += calls * shape.flop();
     seconds += time.seconds;
-    nlohmann::ordered_json row{{"rows", shape.rows},        {"in", shape.in},
-                               {"out", shape.out},          {"type", dtype_name(shape.type)},
-                               {"calls", time.calls},       {"seconds", time.seconds / calls},
-                               {"cublaslt_first", nullptr}, {"cublaslt_fastest", nullptr}};
+    nlohmann::ordered_json row{{"rows", shape.rows},
+                               {"in", shape.in},
+                               {"out", shape.out},
+                               {"type", dtype_name(shape.type)},
+                               {"operands", operands(found, shape)},
+                               {"calls", time.calls},
+                               {"seconds", time.seconds / calls},
+                               {"cublaslt_first", nullptr},
+                               {"cublaslt_fastest", nullptr}};
     if (const auto tried = found.algorithms.find(shape); tried != found.algorithms.end()) {
       row["cublaslt_first"] = tried->second[0];
       row["cublaslt_fastest"] = fastest(tried->second);
@@ -40,7 +48,15 @@ nlohmann::ordered_json linear_json(const StepTimes& found) {
     }
     shapes.push_back(row);
   }
-  nlohmann::ordered_json out{{"tflops", flop / seconds / 1e12}, {"cublaslt_tflops", nullptr}, {"share", nullptr}};
+  auto left = nlohmann::ordered_json::array();
+  for (const auto& [size, matrices] : found.not_quantised) {
+    left.push_back({{"in", size.first}, {"out", size.second}, {"matrices", matrices}});
+  }
+  nlohmann::ordered_json out{{"mode", found.linear_mode},
+                             {"not_quantised", left},
+                             {"tflops", flop / seconds / 1e12},
+                             {"cublaslt_tflops", nullptr},
+                             {"share", nullptr}};
   if (own > 0) {
     out["cublaslt_tflops"] = flop / own / 1e12;
     out["share"] = own / seconds;
@@ -92,6 +108,12 @@ PassTime median_pass(std::vector<PassTime> passes) {
   return out;
 }
 
+bool has_own_dense(const StepTimes& found, const StepsVariant& variant) {
+  const Settings &own = variant.settings, &dense = found.variants[0].settings;
+  const bool same = own.products == dense.products && own.kernel == dense.kernel;
+  return own.dense || (variant.dense + variant.clustering > 0 && !same);
+}
+
 double run_seconds(const StepTimes& found, const StepsCase& c) {
   const StepsVariant& v = *c.variant;
   const auto passes = [&](int64_t steps) { return static_cast<double>(steps * found.branches); };
@@ -108,14 +130,16 @@ void print_title(const StepTimes& found, const Context& context) {
   const std::string layers = found.layers == found.model_layers
                                  ? ""
                                  : fmt::format(", the first {} of its {} layers", found.layers, found.model_layers);
-  fmt::print(
-      "{}\n",
-      bold(fmt::format("{} at {} with random weights{}{}: {} tokens, text of {}, {} steps of {} pass{}, {}; {}", found.model,
-                       io::join(found.grid, "x"), layers, found.known.empty() ? "" : ", known model " + found.known,
-                       found.grid[0] * found.grid[1] * found.grid[2], found.text_tokens, found.steps, found.branches,
-                       found.branches == 1 ? "" : "es", found.compute,
-                       context.device().empty() ? fmt::format("{} threads, {}", context.threads(), context.instruction_set())
-                                                : context.device())));
+  fmt::print("{}\n",
+             bold(fmt::format(
+                 "{} at {} with random weights{}{}: {} tokens, text of {}, {} steps of {} pass{}, {}; {}", found.model,
+                 io::join(found.grid, "x"), layers, found.known.empty() ? "" : ", known model " + found.known,
+                 found.grid[0] * found.grid[1] * found.grid[2], found.text_tokens, found.steps, found.branches,
+                 found.branches == 1 ? "" : "es",
+                 found.linear_mode == "plain" ? found.compute
+                                              : fmt::format("{}, large linear layers {}", found.compute, found.linear_mode),
+                 context.device().empty() ? fmt::format("{} threads, {}", context.threads(), context.instruction_set())
+                                          : context.device())));
   fmt::print("{:<{}}  {:>7}  {:>8} {:>8} {:>8} = {:>8} {:>8} {:>9} {:>8} {:>8}  {:>9} {:>7}  {:>8}\n", "", width(found),
              "density", "dense s", "first s", "warm s", "dense", "attend", "selection", "linear", "rest", "run s", "faster",
              "memory");
@@ -148,11 +172,17 @@ void print_linear(const StepTimes& found) {
                100 * linear["share"].get<double>(), linear["cublaslt_tflops"].get<double>());
   }
   fmt::print("\n");
+  for (const auto& [size, matrices] : found.not_quantised) {
+    fmt::print("  {} of {} -> {} stay {}: fp8 takes multiples of {}\n",
+               matrices == 1 ? "1 matrix" : fmt::format("{} matrices", matrices), size.first, size.second, found.compute,
+               video::kFp8Sizes);
+  }
   for (const auto& [shape, seconds] : found.algorithms) {
     const video::LinearTime& time = found.linears.at(shape);
     fmt::print(
-        "  {:>6} x {:>5} -> {:>5} {}: {:>4} calls of {:>9.3f} ms; cuBLASLt's first algorithm {:>9.3f}, fastest {:>9.3f}\n",
-        shape.rows, shape.in, shape.out, dtype_name(shape.type), time.calls,
+        "  {:>6} x {:>5} -> {:>5} {:>4}, {}: {:>4} calls of {:>9.3f} ms; cuBLASLt's first algorithm {:>9.3f}, fastest "
+        "{:>9.3f}\n",
+        shape.rows, shape.in, shape.out, operands(found, shape), dtype_name(shape.type), time.calls,
         1e3 * time.seconds / static_cast<double>(time.calls), 1e3 * seconds[0], 1e3 * fastest(seconds));
   }
 }

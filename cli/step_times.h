@@ -6,6 +6,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "methods/settings.h"
@@ -49,6 +50,9 @@ struct StepTimes {
   std::array<int64_t, 3> grid = {};
   int64_t layers = 0, model_layers = 0, text_tokens = 0, steps = 0, branches = 1;
   std::string compute, commit;
+  std::string linear_mode;  // the value of --linear
+  std::map<std::pair<int64_t, int64_t>, int64_t>
+      not_quantised;  // matrices that --linear had to leave, by inputs and outputs
   uint64_t seed = 0;
   int64_t repeat = 0;
   std::vector<StepsVariant> variants;  // the dense one first
@@ -57,6 +61,8 @@ struct StepTimes {
   std::map<video::LinearShape, std::vector<double>> algorithms;
 };
 
+// Where the dense calls of a schedule are not those of `dense`; its own are.
+bool has_own_dense(const StepTimes& found, const StepsVariant& variant);
 // Every pass of the schedule, by those that were measured. A state's first call takes longer, wherever it stands.
 double run_seconds(const StepTimes& found, const StepsCase& c);
 std::string gigabytes(int64_t bytes);

@@ -34,8 +34,8 @@ namespace {
 constexpr int64_t kTextTokens = 512, kImageTokens = 257;  // as diffusers' pipelines for Wan encode a prompt and an image
 
 struct StepsOptions {
-  std::string model, variants = "dense,scope:target_density=0.2,scope:target_density=0.1,fast", grid, known, compute, json,
-                     commit = scope::built_from();
+  std::string model, variants = "dense,scope:target_density=0.2,scope:target_density=0.1,fast", grid, known, compute,
+                     linear = "plain", json, commit = scope::built_from();
   int64_t steps = 0, layers = 0;  // 0: the model's
   int64_t repeat = 2;
   uint64_t seed = 0;
@@ -84,6 +84,7 @@ class StepsRun {
     found_.steps = options.steps > 0 ? options.steps : known != nullptr ? known->steps : noted ? notes.steps : 50;
     found_.branches = config_.embeds_guidance ? 1 : 2;
     found_.compute = checked_compute(context_, options.compute);
+    found_.linear_mode = options.linear;
     make_variants();
   }
 
@@ -94,15 +95,16 @@ class StepsRun {
   }
 
   void run() {
-    engine_ = make_engine(context_, found_.compute);
+    engine_ = make_engine(context_, found_.compute, found_.linear_mode);
     check_memory();
     used_before_ = engine_->memory().used;
     model_ = video::make_model(found_.config, video::drawn_tensors(options_.seed), *engine_);
+    found_.not_quantised = engine_->not_quantised;
     make_inputs();
     print_title(found_, context_);
     const int64_t repeat = options_.repeat, sparse = std::ssize(found_.variants) - 1;
     int64_t passes = 1 + sparse * (1 + repeat);
-    for (const StepsVariant& variant : found_.variants) passes += has_own_dense(variant) ? repeat : 0;
+    for (const StepsVariant& variant : found_.variants) passes += has_own_dense(found_, variant) ? repeat : 0;
     progress_ = std::make_unique<Progress>("steps", passes * config_.layers);
     for (const StepsVariant& variant : found_.variants) {
       start_pass(variant);
@@ -156,13 +158,6 @@ class StepsRun {
               name);
       found_.variants.push_back(variant);
     }
-  }
-
-  // Where the dense calls of a schedule are not those of `dense`; its own are.
-  bool has_own_dense(const StepsVariant& variant) const {
-    const Settings &own = variant.settings, &dense = found_.variants[0].settings;
-    const bool same = own.products == dense.products && own.kernel == dense.kernel;
-    return own.dense || (variant.dense + variant.clustering > 0 && !same);
   }
 
   void check_memory() const {
@@ -277,7 +272,7 @@ class StepsRun {
       made.peak_bytes = engine_->memory().used - used_before_;  // while everything is there
       return median_pass(passes);
     };
-    if (has_own_dense(variant)) {
+    if (has_own_dense(found_, variant)) {
       Settings settings = variant.settings;
       settings.warm_prefix = false;  // K-means is added where the schedule has it
       video::SelfAttention attention(*engine_, config_, settings, found_.grid, found_.branches);
@@ -383,6 +378,15 @@ void add_steps(CLI::App& app) {
       ->add_option("--compute", options->compute,
                    "f32 or bf16, for linear layers and attention; f32 on the CPU, bf16 on a GPU")
       ->check(CLI::IsMember({"f32", "bf16"}));
+  command
+      ->add_option(
+          "--linear", options->linear,
+          "plain, fp8 or fp8-fast: what linear layers of the blocks (q, k, v, output, feed-forward) multiply. fp8 is "
+          "e4m3 with a scale for each output channel and each token, on sm_90; its sums are f32, those of fp8-fast "
+          "have about 13 bits. Embeddings, modulation and the last projection stay bf16, and layers whose sizes "
+          "are no multiples of 16. For timing: scope generate does not take it")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"plain", "fp8", "fp8-fast"}));
   CLI::Option* json = command->add_option("--json", options->json, "write the figures here");
   command
       ->add_option("--commit", options->commit,

@@ -64,8 +64,12 @@ std::string checked_compute(const Context& context, const std::string& text) {
   return text.empty() ? finest : text;
 }
 
-std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute) {
-  return video::make_engine(context, compute == "bf16" ? DType::bf16 : DType::f32);
+std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute, const std::string& linear) {
+  using video::LinearMode;
+  const LinearMode mode = linear == "fp8"        ? LinearMode::fp8
+                          : linear == "fp8-fast" ? LinearMode::fp8_fast
+                                                 : LinearMode::plain;
+  return video::make_engine(context, compute == "bf16" ? DType::bf16 : DType::f32, mode);
 }
 
 namespace {

@@ -18,7 +18,9 @@ namespace scope::cli {
 std::string find_model_folder(const std::string& name, bool shapes = false);
 // The value of --compute, f32 or bf16; empty: the finest that the backend takes.
 std::string checked_compute(const Context& context, const std::string& text);
-std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute);
+// linear: plain, fp8 or fp8-fast.
+std::unique_ptr<video::Engine> make_engine(const Context& context, const std::string& compute,
+                                           const std::string& linear = "plain");
 // Sampler and shift of the folder's scheduler; without one, Euler with the model's shift.
 video::Schedule schedule_of(const video::Folder& folder, const video::Notes& notes);
 // Forward passes of a request from a step on.

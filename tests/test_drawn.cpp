@@ -230,6 +230,53 @@ TEST_F(Drawn, LinearLayersAreTimed) {
   for (const double seconds : algorithms) EXPECT_GT(seconds, 0);
 }
 
+// Those of the blocks and no other: embeddings, modulation, the refiner of text and the last projection are sensitive or
+// small.
+TEST_F(Drawn, LargeLayersByTheirNames) {
+  const auto large = [&](const std::string& config, const std::string& block) {
+    std::vector<std::string> names;
+    make_model(
+        config,
+        [&](const TensorList& list, Engine& engine, Engine& host) {
+          for (const Tensor& tensor : list.tensors) {
+            if (tensor.large && tensor.name.ends_with(".weight") && !std::holds_alternative<const float**>(tensor.place)) {
+              EXPECT_FALSE(tensor.on_host) << tensor.name;
+              if (tensor.name.starts_with(block)) {
+                names.push_back(tensor.name.substr(block.size(), tensor.name.size() - block.size() - 7));
+              } else {
+                EXPECT_NE(tensor.name.find("blocks."), std::string::npos) << tensor.name;
+                EXPECT_EQ(tensor.name.find("refiner"), std::string::npos) << tensor.name;
+              }
+            }
+          }
+          return drawn_tensors(1)(list, engine, host);
+        },
+        *engine_);
+    return names;
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(large(kWan, "blocks.2."), (Names{"attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q",
+                                             "attn2.to_k", "attn2.to_v", "attn2.to_out.0", "ffn.net.0.proj", "ffn.net.2"}));
+  EXPECT_EQ(large(kHunyuan, "transformer_blocks.1."),
+            (Names{"attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2", "attn.add_q_proj",
+                   "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}));
+  EXPECT_EQ(large(kHunyuan, "single_transformer_blocks.2."),
+            (Names{"attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", "proj_out"}));
+}
+
+TEST_F(Drawn, TheCpuHasNoFp8) {
+  const Context cpu(1);
+  for (const LinearMode mode : {LinearMode::fp8, LinearMode::fp8_fast}) {
+    try {
+      make_engine(cpu, DType::bf16, mode);
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), Status::unsupported);
+      EXPECT_NE(std::string(error.what()).find("fp8"), std::string::npos) << error.what();
+    }
+  }
+}
+
 TEST_F(Drawn, ALayersBytesAreCounted) {
   const int64_t each = dtype_bytes(engine_->attention), dim = 128;
   const auto bytes = [&](const std::string& config, int64_t layers) {

@@ -772,7 +772,7 @@ wan::Config write_random_model(const std::string& folder, bool image) {
   io::SafeTensors file;
   uint64_t seed = 1;
   wan::Layers layers;
-  for (const auto& [name, shape, place, on_host] : wan::list_tensors(config, layers).tensors) {
+  for (const auto& [name, shape, place, on_host, large] : wan::list_tensors(config, layers).tensors) {
     int64_t n = 1;
     for (const int64_t side : shape) n *= side;
     std::vector<float> values = make_noise(seed++, n);

@@ -18,8 +18,10 @@ namespace {
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 
 // Enumerators of cublasLt.h and library_types.h.
-constexpr int kCompute32F = 68, kReal32F = 0, kRealBf16 = 14;
+constexpr int kCompute32F = 68, kReal32F = 0, kRealBf16 = 14, kReal8E4m3 = 28;
 constexpr int kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8, kBiasType = 26;
+constexpr int kScalePointerA = 17, kScalePointerB = 18, kFastSums = 25, kScaleModeA = 31, kScaleModeB = 32;
+constexpr int kScaleOfRows = 3;
 constexpr int kEpilogueNone = 1, kEpilogueBias = 4, kEpilogueGelu = 32;
 constexpr int kMaxWorkspace = 1, kReductionSchemes = 3, kAlignmentA = 5;  // then B, C and D
 
@@ -93,20 +95,39 @@ struct CublasLt::Functions {
 };
 
 // What describes products of one shape.
-struct CublasLt::Product {
+struct CublasLt::Plan {
   const Functions& call;
   void *desc = nullptr, *weights = nullptr, *x = nullptr, *out = nullptr, *preference = nullptr;
   Algorithm algorithm{};
 
-  explicit Product(const Functions& functions) : call(functions) {}
-  Product(const Product&) = delete;
-  Product& operator=(const Product&) = delete;
-  ~Product() {
+  explicit Plan(const Functions& functions) : call(functions) {}
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ~Plan() {
     if (preference != nullptr) call.preference_destroy(preference);
     for (void* layout : {weights, x, out}) {
       if (layout != nullptr) call.layout_destroy(layout);
     }
     if (desc != nullptr) call.desc_destroy(desc);
+  }
+
+  template <class T>
+  void set(int attribute, const T& value) const {
+    check(call.desc_set(desc, attribute, &value, sizeof value), "cublasLtMatmulDescSetAttribute");
+  }
+  void set_pointers(const ProductArrays& at) const {
+    if (at.bias != nullptr) set(kBiasPointer, at.bias);
+    if (at.x_scales == nullptr) return;
+    set(kScalePointerA, at.weight_scales);
+    set(kScalePointerB, at.x_scales);
+  }
+  // Older libraries do not know a scale for each row.
+  bool scale_rows(bool fast) const {
+    for (const int attribute : {kScaleModeA, kScaleModeB}) {
+      if (call.desc_set(desc, attribute, &kScaleOfRows, sizeof kScaleOfRows) != 0) return false;
+    }
+    set(kFastSums, static_cast<int8_t>(fast));
+    return true;
   }
 };
 
@@ -116,33 +137,32 @@ CublasLt::CublasLt() : call_(std::make_unique<Functions>()) {
 }
 
 CublasLt::~CublasLt() {
-  products_.clear();
+  plans_.clear();
   release(workspace_);
   call_->destroy(handle_);
 }
 
 // The library is column-major: out^T [columns, rows] = weights [columns, depth] . x^T, with the weights read transposed.
-const CublasLt::Product& CublasLt::product(int64_t rows, int64_t columns, int64_t depth, bool bias, bool gelu,
-                                           DType out_type) {
-  auto& slot = products_[{rows, columns, depth, bias, gelu, out_type}];
-  if (slot != nullptr) return *slot;
-  auto made = std::make_unique<Product>(*call_);
+const CublasLt::Plan* CublasLt::plan(const Product& product, const ProductArrays& at) {
+  const auto found = plans_.find(product);
+  if (found != plans_.end()) return found->second.get();
+  auto made = std::make_unique<Plan>(*call_);
   check(call_->desc_create(&made->desc, kCompute32F, kReal32F), "cublasLtMatmulDescCreate");
-  const auto set = [&](int attribute, const auto& value) {
-    check(call_->desc_set(made->desc, attribute, &value, sizeof value), "cublasLtMatmulDescSetAttribute");
-  };
-  set(kTransposeA, int32_t{1});
-  set(kTransposeB, int32_t{0});
-  const uint32_t epilogue = (bias ? kEpilogueBias : 0u) | (gelu ? kEpilogueGelu : 0u);
-  set(kEpilogue, epilogue == 0 ? uint32_t{kEpilogueNone} : epilogue);
-  if (bias) set(kBiasType, int32_t{type_of(out_type)});
+  const bool bytes = product.operands != Operands::bf16;
+  if (bytes && !made->scale_rows(product.operands == Operands::e4m3_fast)) return (plans_[product] = nullptr).get();
+  made->set(kTransposeA, int32_t{1});
+  made->set(kTransposeB, int32_t{0});
+  const uint32_t epilogue = (product.bias ? kEpilogueBias : 0u) | (product.gelu ? kEpilogueGelu : 0u);
+  made->set(kEpilogue, epilogue == 0 ? uint32_t{kEpilogueNone} : epilogue);
+  if (product.bias) made->set(kBiasType, int32_t{bytes ? kRealBf16 : type_of(product.out_type)});
+  made->set_pointers(at);  // without them the library would propose for one scale
   const auto layout = [&](void*& to, int type, int64_t height, int64_t width) {
     check(call_->layout_create(&to, type, static_cast<uint64_t>(height), static_cast<uint64_t>(width), height),
           "cublasLtMatrixLayoutCreate");
   };
-  layout(made->weights, kRealBf16, depth, columns);
-  layout(made->x, kRealBf16, depth, rows);
-  layout(made->out, type_of(out_type), columns, rows);
+  layout(made->weights, bytes ? kReal8E4m3 : kRealBf16, product.depth, product.columns);
+  layout(made->x, bytes ? kReal8E4m3 : kRealBf16, product.depth, product.rows);
+  layout(made->out, type_of(product.out_type), product.columns, product.rows);
   check(call_->preference_create(&made->preference), "cublasLtMatmulPreferenceCreate");
   const auto prefer = [&](int attribute, const auto& value) {
     check(call_->preference_set(made->preference, attribute, &value, sizeof value), "cublasLtMatmulPreferenceSetAttribute");
@@ -150,14 +170,27 @@ const CublasLt::Product& CublasLt::product(int64_t rows, int64_t columns, int64_
   prefer(kMaxWorkspace, uint64_t{kWorkspaceBytes});
   prefer(kReductionSchemes, uint32_t{2});  // partial sums in f32, added in a fixed order: never in place
   for (int i = 0; i < 4; ++i) prefer(kAlignmentA + i, uint32_t{16});
-  const std::vector<Algorithm> found = propose(*made, 1);
-  require(!found.empty(), Status::unsupported, "cuBLASLt: no algorithm for {} x {} x {}", rows, columns, depth);
-  made->algorithm = found[0];
-  slot = std::move(made);
-  return *slot;
+  const std::vector<Algorithm> proposed = propose(*made, 1);
+  if (proposed.empty()) {
+    made = nullptr;
+  } else {
+    made->algorithm = proposed[0];
+  }
+  return (plans_[product] = std::move(made)).get();
 }
 
-std::vector<CublasLt::Algorithm> CublasLt::propose(const Product& p, int most) const {
+const CublasLt::Plan& CublasLt::need_plan(const Product& product, const ProductArrays& at) {
+  const Plan* found = plan(product, at);
+  require(
+      found != nullptr, Status::unsupported, "cuBLASLt: no algorithm for {} x {} x {}{}", product.rows, product.columns,
+      product.depth,
+      product.operands == Operands::bf16
+          ? ""
+          : " in fp8 with a scale for each row and column: it has them from CUDA 12.9 on, and not on every GPU with fp8");
+  return *found;
+}
+
+std::vector<CublasLt::Algorithm> CublasLt::propose(const Plan& p, int most) const {
   std::vector<Functions::Heuristic> found(static_cast<size_t>(most));
   int count = 0;
   const int status =
@@ -170,27 +203,24 @@ std::vector<CublasLt::Algorithm> CublasLt::propose(const Product& p, int most) c
   return algorithms;
 }
 
-void CublasLt::multiply(void* stream, const Product& p, const Algorithm& algorithm, const void* weights, const void* bias,
-                        const void* x, void* out) const {
-  if (bias != nullptr) check(call_->desc_set(p.desc, kBiasPointer, &bias, sizeof bias), "cublasLtMatmulDescSetAttribute");
+void CublasLt::run(void* stream, const Plan& p, const Algorithm& algorithm, const ProductArrays& at) const {
+  p.set_pointers(at);
   const float one = 1, zero = 0;
-  check(call_->matmul(handle_, p.desc, &one, weights, p.weights, x, p.x, &zero, out, p.out, out, p.out, &algorithm,
-                      workspace_, kWorkspaceBytes, stream),
+  check(call_->matmul(handle_, p.desc, &one, at.weights, p.weights, at.x, p.x, &zero, at.out, p.out, at.out, p.out,
+                      &algorithm, workspace_, kWorkspaceBytes, stream),
         "cublasLtMatmul");
 }
 
-void CublasLt::linear(void* stream, const void* weights, const void* bias, const void* x, int64_t rows, int64_t columns,
-                      int64_t depth, bool gelu, DType out_type, void* out) {
-  const Product& p = product(rows, columns, depth, bias != nullptr, gelu, out_type);
-  multiply(stream, p, p.algorithm, weights, bias, x, out);
+void CublasLt::multiply(void* stream, const Product& product, const ProductArrays& at) {
+  const Plan& p = need_plan(product, at);
+  run(stream, p, p.algorithm, at);
 }
 
-std::vector<double> CublasLt::time_algorithms(void* stream, const void* weights, const void* bias, const void* x,
-                                              int64_t rows, int64_t columns, int64_t depth, DType out_type, void* out) {
+std::vector<double> CublasLt::time_algorithms(void* stream, const Product& product, const ProductArrays& at) {
   constexpr int kMostProposals = 8;
   constexpr double kEnough = 0.03;  // seconds of repeated calls
   constexpr int kFewest = 3, kMost = 50;
-  const Product& p = product(rows, columns, depth, bias != nullptr, false, out_type);
+  const Plan& p = need_plan(product, at);
   std::vector<Algorithm> algorithms = propose(p, kMostProposals);
   algorithms.insert(algorithms.begin(), p.algorithm);
   const auto on = static_cast<cudaStream_t>(stream);
@@ -201,7 +231,7 @@ std::vector<double> CublasLt::time_algorithms(void* stream, const void* weights,
   const std::unique_ptr<CUevent_st, decltype(&cudaEventDestroy)> end_owner(end, cudaEventDestroy);
   const auto seconds_of = [&](const Algorithm& algorithm, int calls) {
     check(cudaEventRecord(start, on), "cudaEventRecord");
-    for (int i = 0; i < calls; ++i) multiply(stream, p, algorithm, weights, bias, x, out);
+    for (int i = 0; i < calls; ++i) run(stream, p, algorithm, at);
     check(cudaEventRecord(end, on), "cudaEventRecord");
     check(cudaEventSynchronize(end), "the device");
     float milliseconds = 0;

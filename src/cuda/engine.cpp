@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cmath>
+
 #include "core/numeric.h"
 #include "cuda/cublaslt.h"
 #include "cuda/device.h"
@@ -17,8 +19,11 @@ namespace {
 
 using cuda::check;
 
+constexpr int kFirstWithFp8 = 89;
+
 struct DeviceWeights : Weights {
-  Buffer memory;        // bf16 [out, depth]
+  Buffer memory;        // bf16 [out, depth], or e4m3 [out, in] where there are scales
+  Buffer scales;        // f32 [out]
   int64_t depth = 0;    // inputs, with zeros up to a multiple of 8
   mutable Buffer bias;  // bf16 [out]: a copy of `bias_of`, made at the layer's first use
   mutable const float* bias_of = nullptr;
@@ -27,7 +32,11 @@ struct DeviceWeights : Weights {
 class CudaEngine : public Engine {
  public:
   // The engine's device stays current on this thread: its owner works on no other one.
-  explicit CudaEngine(const Context& on) : Engine(on, DType::bf16, DType::bf16) {
+  CudaEngine(const Context& on, LinearMode mode) : Engine(on, DType::bf16, DType::bf16, mode) {
+    const cuda::Device& device = *on.exec().device;
+    require(mode == LinearMode::plain || 10 * device.major + device.minor >= kFirstWithFp8, Status::unsupported,
+            "fp8 linear layers: {} is sm_{}{} and has no fp8; expected sm_{} or later", device.name, device.major,
+            device.minor, kFirstWithFp8);
     check(cudaSetDevice(on.exec().device->index), "cudaSetDevice");
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
     stream = stream_;
@@ -78,21 +87,50 @@ class CudaEngine : public Engine {
     cuda::draw(stream_, from, mean, deviation, x.columns, x);
   }
 
+  void quantise(Weights& plain, const std::string& name) override {
+    if (linear_mode == LinearMode::plain) return;
+    auto& weights = static_cast<DeviceWeights&>(plain);
+    if (!fits_fp8(weights)) {
+      ++not_quantised[{weights.in, weights.out}];
+      return;
+    }
+    const Buffer bytes = allocate(weights.out * weights.in), scales = allocate(4 * weights.out);
+    cuda::quantise_rows(stream_, {weights.memory.get(), DType::bf16, weights.out, weights.in},
+                        static_cast<uint8_t*>(bytes.get()), static_cast<float*>(scales.get()));
+    std::vector<float> found(static_cast<size_t>(weights.out));
+    download(scales.get(), found.data(), 4 * weights.out);  // and waits: the bf16 copy goes
+    for (size_t row = 0; row < found.size(); ++row) {
+      require(std::isfinite(found[row]), Status::non_finite,
+              "tensor '{}': row {} holds NaN, Inf or what is Inf in bf16, and fp8 has no scale for it", name, row);
+    }
+    weights.memory = bytes;
+    weights.scales = scales;
+  }
+
   void linear(const Linear& layer, Matrix x, Matrix out, Activation then) override {
     const auto& weights = static_cast<const DeviceWeights&>(*layer.weights);
-    if (x.dtype == DType::f32 || x.columns != weights.depth) {  // a few hundred embeddings, or patches of an unusual model
+    const bool fp8 = weights.scales != nullptr;
+    if (timing_ && fp8) mark();  // what activations cost is part of such a layer
+    cuda::ProductArrays at{weights.memory.get(), x.data, nullptr, out.data};
+    if (fp8) {
+      at = with_rounded(at, x);
+      at.weight_scales = static_cast<const float*>(weights.scales.get());
+    } else if (x.dtype == DType::f32 || x.columns != weights.depth) {  // a few embeddings, or patches of an unusual model
       const Matrix rounded{scratch(x.rows * weights.depth * 2), DType::bf16, x.rows, weights.depth};
       cuda::convert(stream_, x, rounded);
-      x = rounded;
+      at.x = rounded.data;
     }
-    const bool fused = then == Activation::gelu_tanh;
-    const void* bias = bias_for(layer, weights, out.dtype);
-    if (timing_) mark();
-    products_->linear(stream_, weights.memory.get(), bias, x.data, x.rows, weights.out, weights.depth, fused, out.dtype,
-                      out.data);
+    at.bias = bias_for(layer, weights, fp8 ? DType::bf16 : out.dtype);
+    cuda::Product product{
+        x.rows, weights.out, weights.depth, out.dtype, at.bias != nullptr, then == Activation::gelu_tanh, operands(fp8)};
+    // In fp8 the library may have no gelu: then its input is rounded to `out` first, as other activations' is.
+    if (product.gelu && fp8 && !products_->has(product, at)) product.gelu = false;
+    const bool fused = product.gelu;
+    if (timing_ && !fp8) mark();
+    products_->multiply(stream_, product, at);
     if (timing_) {
       mark();
-      timed_.push_back({x.rows, weights.out, weights.in, out.dtype});
+      timed_.push_back({x.rows, weights.out, weights.in, out.dtype, fp8});
     }
     if (then != Activation::none && !fused) cuda::activate(stream_, out, then);
   }
@@ -144,10 +182,26 @@ class CudaEngine : public Engine {
       draw({.tensor = tensor, .purpose = 5}, 0, 1, {memory.get(), type, rows, columns});
       return memory;
     };
-    const Buffer x = drawn(0, DType::bf16, shape.rows, depth), weights = drawn(1, DType::bf16, shape.out, depth),
-                 bias = drawn(2, shape.type, 1, shape.out), out = allocate(shape.rows * shape.out * dtype_bytes(shape.type));
-    return products_->time_algorithms(stream_, weights.get(), bias.get(), x.get(), shape.rows, shape.out, depth, shape.type,
-                                      out.get());
+    Buffer x = drawn(0, DType::bf16, shape.rows, depth), weights = drawn(1, DType::bf16, shape.out, depth), x_scales,
+           weight_scales;
+    const auto round = [&](Buffer& matrix, int64_t rows, Buffer& scales) {
+      const Buffer bytes = allocate(rows * depth);
+      scales = allocate(4 * rows);
+      cuda::quantise_rows(stream_, {matrix.get(), DType::bf16, rows, depth}, static_cast<uint8_t*>(bytes.get()),
+                          static_cast<float*>(scales.get()));
+      wait();
+      matrix = bytes;
+    };
+    if (shape.fp8) {
+      round(x, shape.rows, x_scales);
+      round(weights, shape.out, weight_scales);
+    }
+    const Buffer bias = drawn(2, shape.fp8 ? DType::bf16 : shape.type, 1, shape.out),
+                 out = allocate(shape.rows * shape.out * dtype_bytes(shape.type));
+    return products_->time_algorithms(
+        stream_, {shape.rows, shape.out, depth, shape.type, true, false, operands(shape.fp8)},
+        {weights.get(), x.get(), bias.get(), out.get(), static_cast<const float*>(weight_scales.get()),
+         static_cast<const float*>(x_scales.get())});
   }
 
  private:
@@ -163,6 +217,23 @@ class CudaEngine : public Engine {
     made->depth = round_up(in, 8);
     made->memory = allocate(2 * out * made->depth);
     return made;
+  }
+
+  cuda::Operands operands(bool fp8) const {
+    return !fp8                                  ? cuda::Operands::bf16
+           : linear_mode == LinearMode::fp8_fast ? cuda::Operands::e4m3_fast
+                                                 : cuda::Operands::e4m3;
+  }
+
+  // The arrays with x as e4m3 and a scale for each row.
+  cuda::ProductArrays with_rounded(cuda::ProductArrays at, Matrix x) {
+    const int64_t bytes = x.rows * x.columns;  // a multiple of 16
+    auto* memory = static_cast<uint8_t*>(scratch(bytes + 4 * x.rows));
+    auto* scales = reinterpret_cast<float*>(memory + bytes);
+    cuda::quantise_rows(stream_, x, memory, scales);
+    at.x = memory;
+    at.x_scales = scales;
+    return at;
   }
 
   // The next event, here and now on the stream.
@@ -208,6 +279,8 @@ class CudaEngine : public Engine {
 
 }  // namespace
 
-std::unique_ptr<Engine> make_cuda_engine(const Context& context) { return std::make_unique<CudaEngine>(context); }
+std::unique_ptr<Engine> make_cuda_engine(const Context& context, LinearMode mode) {
+  return std::make_unique<CudaEngine>(context, mode);
+}
 
 }  // namespace scope::video

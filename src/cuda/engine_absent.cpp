@@ -3,6 +3,8 @@
 
 namespace scope::video {
 
-std::unique_ptr<Engine> make_cuda_engine(const Context&) { fail(Status::unsupported, "backend: this build has no CUDA"); }
+std::unique_ptr<Engine> make_cuda_engine(const Context&, LinearMode) {
+  fail(Status::unsupported, "backend: this build has no CUDA");
+}
 
 }  // namespace scope::video

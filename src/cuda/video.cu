@@ -1,5 +1,6 @@
 // Norms, rotation, gates, sums and patches of a video model: memory-bound kernels, a block per row or an element per thread.
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 
@@ -143,6 +144,44 @@ __global__ void __launch_bounds__(kThreads) convert_kernel(Matrix x, Matrix out,
   if (i < n) store4(out, i, load4(x, i));
 }
 
+// The largest of the block's.
+__device__ uint32_t block_max(uint32_t x) {
+  __shared__ uint32_t parts[kThreads / 32];
+  x = __reduce_max_sync(~0u, x);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  uint32_t most = 0;
+  for (const uint32_t part : parts) most = max(most, part);
+  return most;
+}
+
+__device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffff; }
+__device__ uint32_t e4m3_pair(float a, float b) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+}
+
+__global__ void __launch_bounds__(kThreads) quantise_rows_kernel(Matrix x, uint8_t* out, float* scales) {
+  constexpr float kMost = 448, kTiny = 0x1p-100f;
+  constexpr uint32_t kInf = 0x7f800000;
+  const int64_t row = blockIdx.x * x.columns, n = x.columns;
+  uint32_t most = 0;  // as bits: those of NaN are above those of Inf, and these above all numbers'
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
+    const float4 v = load4(x, row + i);
+    most = max(max(most, max(magnitude(v.x), magnitude(v.y))), max(magnitude(v.z), magnitude(v.w)));
+  }
+  most = block_max(most);
+  const float scale = most == 0     ? 1.0f
+                      : most < kInf ? fmaxf(__uint_as_float(most), kTiny) / kMost
+                                    : __uint_as_float(0x7fffffff);
+  if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+  const float times = 1.0f / scale;
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
+    const float4 v = load4(x, row + i);
+    *reinterpret_cast<uint32_t*>(out + row + i) = e4m3_pair(v.x * times, v.y * times) | e4m3_pair(v.z * times, v.w * times)
+                                                                                            << 16;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads) widen_kernel(Matrix x, Matrix out, int64_t n) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
@@ -272,6 +311,11 @@ void convert(void* stream, Matrix x, Matrix out) {
     widen_kernel<<<blocks(n), kThreads, 0, on(stream)>>>(x, out, n);
   }
   check_launch("convert");
+}
+
+void quantise_rows(void* stream, Matrix x, uint8_t* out, float* scales) {
+  quantise_rows_kernel<<<static_cast<unsigned>(x.rows), kThreads, 0, on(stream)>>>(x, out, scales);
+  check_launch("quantise_rows");
 }
 
 void add(void* stream, Matrix x, Matrix y, const float* gate) {

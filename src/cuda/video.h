@@ -15,6 +15,9 @@ void rms_norm(void* stream, video::Matrix x, const float* weight, float eps, con
 void head_norm(void* stream, video::Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim,
                video::Matrix out);
 void convert(void* stream, video::Matrix x, video::Matrix out);
+// x = scale * e4m3 by rows, where the largest magnitude of a row becomes e4m3's, 448. A row of zeros: scale 1. A row with
+// NaN or Inf: scale NaN. A largest below 2^-100 counts as that. out [rows, columns] on 4 bytes; for sm_89 and later.
+void quantise_rows(void* stream, video::Matrix x, uint8_t* out, float* scales);
 void add(void* stream, video::Matrix x, video::Matrix y, const float* gate);
 void activate(void* stream, video::Matrix x, video::Activation then);  // in place
 void modulation(void* stream, const float* table, const float* time, int64_t rows, int64_t columns, uint32_t plus_one,

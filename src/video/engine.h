@@ -1,10 +1,12 @@
 // What the transformer asks of a machine: memory, linear layers, and the few steps between them.
 #pragma once
 
+#include <compare>
 #include <map>
 #include <memory>
 #include <span>
-#include <tuple>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "core/random.h"
@@ -23,20 +25,26 @@ class Weights {
   virtual ~Weights() = default;
   int64_t in = 0, out = 0;
 };
+inline constexpr int64_t kFp8Sizes = 16;  // inputs and outputs of a layer in fp8 are multiples
+inline bool fits_fp8(const Weights& weights) { return weights.in % kFp8Sizes == 0 && weights.out % kFp8Sizes == 0; }
 
 struct Linear {
   const Weights* weights = nullptr;
   const float* bias = nullptr;  // [out] in the engine's memory, the same at every call
 };
 
+// What the large linear layers of a model's blocks multiply: the engine's own type, or fp8 (e4m3) with an f32 scale for each
+// output channel of the weights and for each token. fp8 adds up in f32, fp8_fast in the tensor cores alone, with about 13
+// bits on sm_90.
+enum class LinearMode { plain, fp8, fp8_fast };
+
 // The product of a linear layer: [rows, in] . [out, in]^T, into a type.
 struct LinearShape {
   int64_t rows, out, in;
   DType type;
+  bool fp8 = false;  // of e4m3
   double flop() const { return 2.0 * static_cast<double>(rows) * static_cast<double>(out) * static_cast<double>(in); }
-  bool operator<(const LinearShape& b) const {
-    return std::tie(rows, out, in, type) < std::tie(b.rows, b.out, b.in, b.type);
-  }
+  auto operator<=>(const LinearShape&) const = default;
 };
 struct LinearTime {
   int64_t calls = 0;
@@ -53,7 +61,8 @@ struct MemoryUse {
 // other one.
 class Engine {
  public:
-  Engine(const Context& on, DType between, DType of_attention) : context(on), activation(between), attention(of_attention) {}
+  Engine(const Context& on, DType between, DType of_attention, LinearMode mode = LinearMode::plain)
+      : context(on), activation(between), attention(of_attention), linear_mode(mode) {}
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
   virtual ~Engine() = default;
@@ -61,6 +70,7 @@ class Engine {
   const Context& context;
   const DType activation;  // between linear layers
   const DType attention;   // of q, k, v and what attention gives
+  const LinearMode linear_mode;
   void* stream = nullptr;  // a device's: of every call, attention's too
 
   virtual Buffer allocate(int64_t bytes) = 0;
@@ -71,6 +81,11 @@ class Engine {
   virtual std::unique_ptr<Weights> pack(const io::Array& matrix, int64_t out, int64_t in) = 0;  // of f32, bf16 or f16
   // The same of normals, so that a layer without weights takes no way through the host.
   virtual std::unique_ptr<Weights> draw_weights(const RandomStream& from, float deviation, int64_t out, int64_t in) = 0;
+  // Keeps a matrix as the linear mode multiplies it, if its sizes allow that; plain: nothing happens. name: for the error
+  // Status::non_finite where a row holds NaN or Inf.
+  virtual void quantise(Weights&, const std::string& /*name*/) {}
+  // Matrices that `quantise` had to leave as they are, by inputs and outputs.
+  std::map<std::pair<int64_t, int64_t>, int64_t> not_quantised;
   // x = mean + deviation * the normals of the stream, in order (core/normal.h).
   virtual void draw(const RandomStream& from, float mean, float deviation, Matrix x) = 0;
 
@@ -116,12 +131,13 @@ inline Buffer uploaded(Engine& engine, const std::vector<float>& values) {
 }
 
 // The engine of the context's backend. compute: f32, or bf16: linear layers and attention multiply bf16 numbers and sum in
-// f32; the rest is f32 always. A GPU's is bf16 whatever is asked for.
-std::unique_ptr<Engine> make_engine(const Context& context, DType compute);
+// f32; the rest is f32 always. A GPU's is bf16 whatever is asked for. Throws Status::unsupported for a linear mode that the
+// backend or its GPU has not.
+std::unique_ptr<Engine> make_engine(const Context& context, DType compute, LinearMode mode = LinearMode::plain);
 
 // On the host, whatever the context's backend: then with as many threads of its own.
 std::unique_ptr<Engine> make_cpu_engine(const Context& context, DType compute);
 // Throws Status::unsupported in a build without CUDA or where cuBLASLt is not installed.
-std::unique_ptr<Engine> make_cuda_engine(const Context& context);
+std::unique_ptr<Engine> make_cuda_engine(const Context& context, LinearMode mode = LinearMode::plain);
 
 }  // namespace scope::video

@@ -1,6 +1,8 @@
 // Opens a model on an engine that only counts what it is asked for.
 #include "video/footprint.h"
 
+#include <algorithm>
+
 #include "methods/methods.h"
 
 namespace scope::video {
@@ -9,7 +11,7 @@ namespace {
 
 class CountingEngine final : public Engine {
  public:
-  explicit CountingEngine(const Engine& like) : Engine(like.context, like.activation, like.attention) {}
+  explicit CountingEngine(const Engine& like) : Engine(like.context, like.activation, like.attention, like.linear_mode) {}
 
   Buffer allocate(int64_t bytes) override {
     counted += bytes;
@@ -22,6 +24,11 @@ class CountingEngine final : public Engine {
   std::unique_ptr<Weights> pack(const io::Array&, int64_t out, int64_t in) override { return count_weights(out, in); }
   std::unique_ptr<Weights> draw_weights(const RandomStream&, float, int64_t out, int64_t in) override {
     return count_weights(out, in);
+  }
+  void quantise(Weights& weights, const std::string&) override {
+    if (linear_mode == LinearMode::plain || !fits_fp8(weights)) return;
+    counted += 4 * weights.out - weights.out * weights.in * (dtype_bytes(attention) - 1);
+    widest = std::max(widest, weights.in);
   }
   void draw(const RandomStream&, float, float, Matrix) override {}
   void linear(const Linear&, Matrix, Matrix, Activation) override {}
@@ -40,11 +47,15 @@ class CountingEngine final : public Engine {
   std::vector<double> time_algorithms(const LinearShape&) override { return {}; }
 
   int64_t counted = 0;
+  int64_t widest = 0;  // inputs of a layer in 8 bits
 
  private:
   std::unique_ptr<Weights> count_weights(int64_t out, int64_t in) {
     counted += out * in * dtype_bytes(attention);  // linear layers multiply the same type
-    return std::make_unique<Weights>();
+    auto weights = std::make_unique<Weights>();
+    weights->in = in;
+    weights->out = out;
+    return weights;
   }
 };
 
@@ -58,7 +69,8 @@ int64_t model_bytes(std::string_view config, const Engine& like, const std::arra
     return drawn_tensors(0)(list, counting, like.context.host() ? counting : host);
   };
   make_model(config, drawn, engine)->start(grid, morton);
-  return engine.counted;
+  const int64_t rounded = engine.widest == 0 ? 0 : engine.widest + 4;  // bytes of a token's activations in 8 bits
+  return engine.counted + parse_model_config(config).tokens(grid) * rounded;
 }
 
 int64_t two_experts_bytes(const Folder& folder, const Request& request, const Engine& like) {

@@ -42,6 +42,7 @@ void load(const Tensor& tensor, const io::Array& from, Engine& keeper, LoadedTen
     int64_t in = 1;
     for (size_t i = 1; i < matrix.shape.size(); ++i) in *= matrix.shape[i];
     loaded.matrices.push_back(keeper.pack(matrix, matrix.shape[0], in));
+    if (tensor.large) keeper.quantise(*loaded.matrices.back(), tensor.name);
     *place = loaded.matrices.back().get();
   };
   if (const auto* matrix = std::get_if<const Weights**>(&tensor.place)) {
@@ -106,6 +107,7 @@ void draw(const Tensor& tensor, RandomStream from, Engine& keeper, LoadedTensors
   const auto matrix = [&](int64_t inputs, const Weights** place) {
     const auto deviation = static_cast<float>(1.0 / std::sqrt(static_cast<double>(in)));
     drawn.matrices.push_back(keeper.draw_weights(from, deviation, out, inputs));
+    if (tensor.large) keeper.quantise(*drawn.matrices.back(), tensor.name);
     *place = drawn.matrices.back().get();
     ++from.tensor;  // the next matrix of this tensor has other numbers
   };

@@ -40,6 +40,7 @@ struct Tensor {
   std::vector<int64_t> shape;
   std::variant<const Weights**, const float**, SplitMatrix> place;  // a linear layer's matrix, or f32 as they are
   bool on_host = false;                                             // not on the model's engine
+  bool large = false;                                               // a layer that the engine may `quantise`
 };
 
 struct TensorList {

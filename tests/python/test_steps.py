@@ -58,6 +58,8 @@ def expect_sums(out, schedule):
     """Every key, and sums. schedule: of each sparse variant, what its run adds up to."""
     assert set(out) == KEYS, set(out) ^ KEYS
     assert {"tflops", "cublaslt_tflops", "share"} <= set(out["linear"]) and out["linear"]["tflops"] > 0
+    assert out["linear"]["mode"] == "plain" and out["linear"]["not_quantised"] == []
+    assert {shape["operands"] for shape in out["linear"]["shapes"]} == {out["dtype"]}
     assert out["linear"]["share"] is None  # the CPU has no cuBLASLt
     dense, *others = out["cases"]
     assert dense["variant"] == "dense" and [case["variant"] for case in others] == VARIANTS.split(",")
@@ -147,6 +149,9 @@ def test_bad_input_is_refused(scope, model, wan, tmp_path):
     refuse(2, ["--layers: got 4", "3"], "--model", wan, *SMALL, "--layers", 4)
     refuse(2, "--layers", "--model", wan, *SMALL, "--layers", 0)
     refuse(2, ["scop", "svg2"], "--model", wan, "--grid", "4x8x8", "--variants", "scop")
+    refuse(3, ["fp8", "cpu", "GPU"], "--model", wan, *SMALL, "--linear", "fp8")
+    refuse(3, ["fp8", "cpu", "GPU"], "--model", wan, *SMALL, "--linear", "fp8-fast")
+    refuse(2, ["--linear", "fp4"], "--model", wan, *SMALL, "--linear", "fp4")
     refuse(2, "dense in all of", "--model", wan, "--grid", "4x8x8", "--variants", "scope:dense_layers=3")
     refuse(3, "density_steps", "--model", wan, "--grid", "4x8x8", "--variants", "scope:density_steps=0.5:0.3,1:0.1")
     refuse(2, "dense", "--model", wan, "--grid", "4x8x8", "--variants", "dense:kernel=portable")

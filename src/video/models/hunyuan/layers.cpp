@@ -8,9 +8,9 @@ namespace scope::video::hunyuan {
 TensorList list_tensors(const Config& config, Layers& layers) {
   TensorList list;
   const int64_t dim = config.dim(), mlp = config.mlp_dim();
-  bool on_host = false;
+  bool on_host = false, large = false;
   const auto add = [&](const std::string& name, std::vector<int64_t> shape, auto place) {
-    list.tensors.push_back({name, std::move(shape), place, on_host});
+    list.tensors.push_back({name, std::move(shape), place, on_host, large});
   };
   const auto linear = [&](const std::string& name, int64_t in, int64_t out, Linear& place) {
     add(name + ".weight", {out, in}, &place.weights);
@@ -21,6 +21,10 @@ TensorList list_tensors(const Config& config, Layers& layers) {
     linear(name + ".linear_1", in, dim, place.first);
     linear(name + ".linear_2", dim, dim, place.second);
     on_host = false;
+  };
+  const auto modulation = [&](const std::string& name, int64_t vectors, Linear& place) {
+    linear(name, dim, vectors * dim, place);
+    list.tensors[list.tensors.size() - 2].large = false;  // of one row, and every row of the stream is scaled by it
   };
   const auto projections = [&](const std::string& name, auto& place) {
     linear(name + "to_q", dim, dim, place.to_q);
@@ -63,16 +67,17 @@ TensorList list_tensors(const Config& config, Layers& layers) {
     linear(name + "norm_out.linear", dim, 2 * dim, block.gates);
   }
 
+  large = true;
   layers.double_blocks.resize(static_cast<size_t>(config.double_blocks));
   for (size_t i = 0; i < layers.double_blocks.size(); ++i) {
     const std::string name = fmt::format("transformer_blocks.{}.", i), attention = name + "attn.";
     auto& [video, text] = layers.double_blocks[i];
-    linear(name + "norm1.linear", dim, 6 * dim, video.modulation);
+    modulation(name + "norm1.linear", 6, video.modulation);
     projections(attention, video);
     head_norms(attention + "norm_q", attention + "norm_k", video);
     linear(attention + "to_out.0", dim, dim, video.to_out);
     feed_forward(name + "ff", mlp, video);
-    linear(name + "norm1_context.linear", dim, 6 * dim, text.modulation);
+    modulation(name + "norm1_context.linear", 6, text.modulation);
     linear(attention + "add_q_proj", dim, dim, text.to_q);
     linear(attention + "add_k_proj", dim, dim, text.to_k);
     linear(attention + "add_v_proj", dim, dim, text.to_v);
@@ -85,7 +90,7 @@ TensorList list_tensors(const Config& config, Layers& layers) {
   for (size_t i = 0; i < layers.single_blocks.size(); ++i) {
     const std::string name = fmt::format("single_transformer_blocks.{}.", i);
     SingleBlock& block = layers.single_blocks[i];
-    linear(name + "norm.linear", dim, 3 * dim, block.modulation);
+    modulation(name + "norm.linear", 3, block.modulation);
     projections(name + "attn.", block);
     head_norms(name + "attn.norm_q", name + "attn.norm_k", block);
     linear(name + "proj_mlp", dim, mlp, block.expand);
@@ -93,6 +98,7 @@ TensorList list_tensors(const Config& config, Layers& layers) {
         SplitMatrix{dim, &block.from_attention.weights, &block.from_mlp.weights});
     add(name + "proj_out.bias", {dim}, &block.from_attention.bias);
   }
+  large = false;
   linear("norm_out.linear", dim, 2 * dim, layers.last_modulation);
   linear("proj_out", dim, config.out_channels * config.patch_elements(), layers.projection);
   return list;

@@ -9,9 +9,9 @@ TensorList list_tensors(const Config& config, Layers& layers) {
   TensorList list;
   list.ignored = ".norm_added_q.";  // old exports carry it, and nothing reads it
   const int64_t dim = config.dim();
-  bool on_host = false;
+  bool on_host = false, large = false;
   const auto matrix = [&](const std::string& name, std::vector<int64_t> shape, const Weights*& place) {
-    list.tensors.push_back({name, std::move(shape), &place, on_host});
+    list.tensors.push_back({name, std::move(shape), &place, on_host, large});
   };
   const auto vector = [&](const std::string& name, std::vector<int64_t> shape, const float*& place) {
     list.tensors.push_back({name, std::move(shape), &place, on_host});
@@ -45,6 +45,7 @@ TensorList list_tensors(const Config& config, Layers& layers) {
     if (config.image_tokens > 0)
       vector(image + "pos_embed", {1, config.image_tokens, config.image_dim}, layers.image_places);
   }
+  large = true;
   layers.blocks.resize(static_cast<size_t>(config.layers));
   for (size_t i = 0; i < layers.blocks.size(); ++i) {
     const std::string name = fmt::format("blocks.{}.", i);
@@ -69,6 +70,7 @@ TensorList list_tensors(const Config& config, Layers& layers) {
     linear(name + "ffn.net.0.proj", dim, config.ffn_dim, block.expand);
     linear(name + "ffn.net.2", config.ffn_dim, dim, block.contract);
   }
+  large = false;
   linear("proj_out", dim, config.out_channels * config.patch_size(), layers.projection);
   vector("scale_shift_table", {1, 2, dim}, layers.last_modulation);
   return list;
