@@ -266,6 +266,39 @@ TEST_F(EngineOps, Norms) {
   }
 }
 
+// One pass over memory or two, over its input or not: the same bits.
+TEST_F(EngineOps, ASumAndItsNorm) {
+  Random random(6);
+  for (Case& c : engines()) {
+    Engine& engine = *c.engine;
+    for (const int64_t any : {6, 130, 512, 1536, 3072, 5120, 8200}) {
+      const int64_t n = width(any), rows = random.pick<int64_t>({1, 3, 37});
+      const auto values = normals(random, rows * n, 3), more = normals(random, rows * n);
+      const Stored gate(engine, DType::f32, 1, n, normals(random, n)), scale(engine, DType::f32, 1, n, normals(random, n)),
+          shift(engine, DType::f32, 1, n, normals(random, n));
+      for (const DType type : {DType::f32, engine.attention}) {
+        for (const bool gated : {false, true}) {
+          const float* by = gated ? gate.floats() : nullptr;
+          const Stored x(engine, DType::f32, rows, n, values), y(engine, type, rows, n, more), out(engine, type, rows, n);
+          engine.add(x.matrix, y.matrix, by);
+          engine.layer_norm(x.matrix, gated ? scale.floats() : nullptr, gated ? shift.floats() : nullptr, 1e-6f, out.matrix);
+          for (const bool in_place : {false, true}) {
+            const Stored sum(engine, DType::f32, rows, n, values), z(engine, type, rows, n, more), to(engine, type, rows, n);
+            const Stored& normed = in_place ? z : to;
+            engine.add_norm(sum.matrix, z.matrix, by, gated ? scale.floats() : nullptr, gated ? shift.floats() : nullptr,
+                            1e-6f, normed.matrix);
+            ASSERT_EQ(sum.read(), x.read()) << c.name << ", " << n;
+            ASSERT_EQ(normed.read(), out.read()) << c.name << ", " << n;
+            if (!in_place) {
+              ASSERT_EQ(z.read(), y.read()) << c.name << ", " << n;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_F(EngineOps, SumsAndModulation) {
   Random random(4);
   for (Case& c : engines()) {

@@ -138,6 +138,10 @@ class CudaEngine : public Engine {
   void layer_norm(Matrix x, const float* scale, const float* shift, float eps, Matrix out) override {
     cuda::layer_norm(stream_, x, scale, shift, eps, out);
   }
+  void add_norm(Matrix x, Matrix y, const float* gate, const float* scale, const float* shift, float eps,
+                Matrix out) override {
+    cuda::add_norm(stream_, x, y, gate, scale, shift, eps, out);
+  }
   void rms_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) override {
     cuda::rms_norm(stream_, x, weight, eps, rotation, head_dim, out);
   }

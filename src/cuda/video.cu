@@ -19,12 +19,20 @@ using video::PatchGrid;
 
 constexpr int kThreads = 128;
 
-// Four neighbouring elements, which lie on 8 or 16 bytes.
+// Four neighbouring elements, which lie on 8 or 16 bytes: one access.
+__device__ float4 load4(const __nv_bfloat16* p) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(p);
+  return make_float4(__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000), __uint_as_float(bits.y << 16),
+                     __uint_as_float(bits.y & 0xffff0000));
+}
+__device__ void store4(__nv_bfloat16* p, float4 v) {
+  const __nv_bfloat162 both[] = {__floats2bfloat162_rn(v.x, v.y), __floats2bfloat162_rn(v.z, v.w)};
+  *reinterpret_cast<uint2*>(p) =
+      make_uint2(reinterpret_cast<const uint32_t&>(both[0]), reinterpret_cast<const uint32_t&>(both[1]));
+}
 __device__ float4 load4(const Matrix& m, int64_t at) {
   if (m.dtype == DType::f32) return *reinterpret_cast<const float4*>(static_cast<const float*>(m.data) + at);
-  const auto* p = reinterpret_cast<const __nv_bfloat162*>(static_cast<const __nv_bfloat16*>(m.data) + at);
-  const float2 a = __bfloat1622float2(p[0]), b = __bfloat1622float2(p[1]);
-  return make_float4(a.x, a.y, b.x, b.y);
+  return load4(static_cast<const __nv_bfloat16*>(m.data) + at);
 }
 
 __device__ void store4(const Matrix& m, int64_t at, float4 v) {
@@ -32,9 +40,7 @@ __device__ void store4(const Matrix& m, int64_t at, float4 v) {
     *reinterpret_cast<float4*>(static_cast<float*>(m.data) + at) = v;
     return;
   }
-  auto* p = reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(m.data) + at);
-  p[0] = __floats2bfloat162_rn(v.x, v.y);
-  p[1] = __floats2bfloat162_rn(v.z, v.w);
+  store4(static_cast<__nv_bfloat16*>(m.data) + at, v);
 }
 
 __device__ void store1(const Matrix& m, int64_t at, float v) {
@@ -67,28 +73,60 @@ __device__ float4 fma4(float4 a, float4 b, float4 c) {
 }
 __device__ float4 vector4(const float* x, int64_t at) { return *reinterpret_cast<const float4*>(x + at); }
 
+__device__ float sum4(float4 v) { return v.x + v.y + (v.z + v.w); }
+__device__ float squares4(float4 v, float mean) {
+  const float a = v.x - mean, b = v.y - mean, c = v.z - mean, d = v.w - mean;
+  return a * a + b * b + (c * c + d * d);
+}
+__device__ float4 normed4(float4 v, float mean, float factor, const float* scale, const float* shift, int64_t at) {
+  v = make_float4((v.x - mean) * factor, (v.y - mean) * factor, (v.z - mean) * factor, (v.w - mean) * factor);
+  return scale == nullptr ? v : fma4(v, vector4(scale, at), vector4(shift, at));
+}
+
+// Any row, read three times.
 __global__ void __launch_bounds__(kThreads)
-    layer_norm_kernel(Matrix x, const float* scale, const float* shift, float eps, Matrix out) {
+    wide_norm_kernel(Matrix x, const float* scale, const float* shift, float eps, Matrix out) {
   const int64_t row = blockIdx.x * x.columns, n = x.columns;
   float sum = 0;
-  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
-    const float4 v = load4(x, row + i);
-    sum += v.x + v.y + (v.z + v.w);
-  }
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) sum += sum4(load4(x, row + i));
   const float mean = block_sum(sum) / static_cast<float>(n);
   float square = 0;
-  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
-    const float4 v = load4(x, row + i);
-    const float a = v.x - mean, b = v.y - mean, c = v.z - mean, d = v.w - mean;
-    square += a * a + b * b + (c * c + d * d);
-  }
+  for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) square += squares4(load4(x, row + i), mean);
   const float factor = 1.0f / sqrtf(block_sum(square) / static_cast<float>(n) + eps);
   for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * kThreads) {
-    float4 v = load4(x, row + i);
-    v = make_float4((v.x - mean) * factor, (v.y - mean) * factor, (v.z - mean) * factor, (v.w - mean) * factor);
-    if (scale != nullptr) v = fma4(v, vector4(scale, i), vector4(shift, i));
-    store4(out, row + i, v);
+    store4(out, row + i, normed4(load4(x, row + i), mean, factor, scale, shift, i));
   }
+}
+
+// Rows of 4 kFours kThreads columns: read once, and added up in wide_norm_kernel's order. What is added to x before, gate *
+// y, is none of them, y or both.
+enum class Added { none, plain, gated };
+constexpr int kNormBlocks = 4;  // on a multiprocessor, at least: without a bound a kernel for sm_80 spills at 32 registers
+template <int kFours, Added kAdded>
+__global__ void __launch_bounds__(kThreads, kNormBlocks)
+    norm_kernel(float* x, const __nv_bfloat16* y, const float* gate, const float* scale, const float* shift, float eps,
+                __nv_bfloat16* out) {
+  constexpr int kColumns = 4 * kFours * kThreads;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kColumns;
+  float4 v[kFours];
+  const auto each = [&](const auto& body) {
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) body(4 * (static_cast<int>(threadIdx.x) + k * kThreads), v[k]);
+  };
+  each([&](int i, float4& at) { at = vector4(x, row + i); });
+  if constexpr (kAdded != Added::none) {
+    each([&](int i, float4& at) {
+      at = fma4(load4(y + row + i), kAdded == Added::gated ? vector4(gate, i) : make_float4(1, 1, 1, 1), at);
+    });
+    each([&](int i, float4& at) { *reinterpret_cast<float4*>(x + row + i) = at; });
+  }
+  float sum = 0;
+  each([&](int, float4& at) { sum += sum4(at); });
+  const float mean = block_sum(sum) / static_cast<float>(kColumns);
+  float square = 0;
+  each([&](int, float4& at) { square += squares4(at, mean); });
+  const float factor = 1.0f / sqrtf(block_sum(square) / static_cast<float>(kColumns) + eps);
+  each([&](int i, float4& at) { store4(out + row + i, normed4(at, mean, factor, scale, shift, i)); });
 }
 
 // Channels i .. i + 3 of a head, turned by its token's cosines, then sines; null: as they are.
@@ -284,11 +322,38 @@ cudaStream_t on(void* stream) { return static_cast<cudaStream_t>(stream); }
 // Blocks for n threads; 2^31 blocks of 128 are more than any tensor here has.
 unsigned blocks(int64_t n) { return static_cast<unsigned>(std::max<int64_t>(1, (n + kThreads - 1) / kThreads)); }
 
+// Whether a row has the columns of a known model, and so a kernel that keeps it in registers.
+template <Added kAdded>
+bool norm_in_registers(void* stream, Matrix x, Matrix y, const float* gate, const float* scale, const float* shift,
+                       float eps, Matrix out) {
+  if (out.dtype != DType::bf16 || (kAdded != Added::none && y.dtype != DType::bf16)) return false;
+  const auto fits = [&]<int kFours>() {
+    if (x.columns != 4 * kFours * kThreads) return false;
+    norm_kernel<kFours, kAdded><<<static_cast<unsigned>(x.rows), kThreads, 0, on(stream)>>>(
+        static_cast<float*>(x.data), static_cast<const __nv_bfloat16*>(y.data), gate, scale, shift, eps,
+        static_cast<__nv_bfloat16*>(out.data));
+    check_launch("norm");
+    return true;
+  };
+  return fits.template operator()<3>() || fits.template operator()<6>() || fits.template operator()<10>();
+}
+
 }  // namespace
 
 void layer_norm(void* stream, Matrix x, const float* scale, const float* shift, float eps, Matrix out) {
-  layer_norm_kernel<<<static_cast<unsigned>(x.rows), kThreads, 0, on(stream)>>>(x, scale, shift, eps, out);
+  if (norm_in_registers<Added::none>(stream, x, {}, nullptr, scale, shift, eps, out)) return;
+  wide_norm_kernel<<<static_cast<unsigned>(x.rows), kThreads, 0, on(stream)>>>(x, scale, shift, eps, out);
   check_launch("layer_norm");
+}
+
+void add_norm(void* stream, Matrix x, Matrix y, const float* gate, const float* scale, const float* shift, float eps,
+              Matrix out) {
+  if (gate != nullptr ? norm_in_registers<Added::gated>(stream, x, y, gate, scale, shift, eps, out)
+                      : norm_in_registers<Added::plain>(stream, x, y, gate, scale, shift, eps, out)) {
+    return;
+  }
+  add(stream, x, y, gate);
+  layer_norm(stream, x, scale, shift, eps, out);
 }
 
 void rms_norm(void* stream, Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) {

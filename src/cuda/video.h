@@ -10,6 +10,8 @@
 namespace scope::cuda {
 
 void layer_norm(void* stream, video::Matrix x, const float* scale, const float* shift, float eps, video::Matrix out);
+void add_norm(void* stream, video::Matrix x, video::Matrix y, const float* gate, const float* scale, const float* shift,
+              float eps, video::Matrix out);
 void rms_norm(void* stream, video::Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim,
               video::Matrix out);
 void head_norm(void* stream, video::Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim,

@@ -93,6 +93,12 @@ class Engine {
   virtual void linear(const Linear& layer, Matrix x, Matrix out, Activation then = Activation::none) = 0;
   // out = (x - mean) / sqrt(variance + eps) * scale + shift by rows; x is f32; null scale and shift: 1 and 0.
   virtual void layer_norm(Matrix x, const float* scale, const float* shift, float eps, Matrix out) = 0;
+  // x += gate * y as `add`, then out = its layer_norm, with the bits of both; out may be y. Engines that can read x once do.
+  virtual void add_norm(Matrix x, Matrix y, const float* gate, const float* scale, const float* shift, float eps,
+                        Matrix out) {
+    add(x, y, gate);
+    layer_norm(x, scale, shift, eps, out);
+  }
   // out = x / sqrt(mean square + eps) * weight by rows, then neighbouring channels (2i, 2i + 1) of each head turned by the
   // token's angles; rotation [rows, 2, head_dim / 2] holds their cosines and sines; null: not turned.
   virtual void rms_norm(Matrix x, const float* weight, float eps, const float* rotation, int64_t head_dim, Matrix out) = 0;

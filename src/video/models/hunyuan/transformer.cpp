@@ -49,6 +49,13 @@ struct Rows {
   const float* modulation;
 };
 
+// A gated sum that the norm before the next block takes along.
+struct Waiting {
+  Rows rows;
+  Matrix y;  // of these rows
+  int64_t gate;
+};
+
 // Tokens stand as [video | text | padding], and padding is never read.
 class HunyuanPass final : public Pass {
  public:
@@ -73,8 +80,11 @@ class HunyuanPass final : public Pass {
   }
   void embed(int64_t step, const Text& text);
   const float* modulate(const Linear& layer, int64_t row, int64_t vectors, uint32_t scales, int64_t slot);
+  // Norms of the residual stream, with all that waits for these rows.
   void normalise(const std::vector<Rows>& parts, int64_t shift, int64_t scale);
   void add(const std::vector<Rows>& parts, Matrix y, int64_t gate);
+  void add_later(const std::vector<Rows>& parts, Matrix y, int64_t gate);
+  void add_norm(const std::vector<Rows>& parts, Matrix y, int64_t gate, int64_t shift, int64_t scale);
   template <class Layer>
   void project(const Layer& layer, int64_t first, int64_t count);
   void refine(const Text& text);
@@ -98,9 +108,11 @@ class HunyuanPass final : public Pass {
   Buffer rotation_;                           // [video, 2, head_dim / 2]
   Buffer conditioning_;                       // f32 [3, dim] after silu: of the step, of time 0, of the refiner
   Buffer projected_;                          // f32 [6, dim]
-  Buffer modulation_;                         // f32 [3, 6, dim]: of the video, of its first frame, of the text
-  Buffer zeros_;                              // f32 [6, dim]
-  Buffer places_;                             // of grid_, in Morton order
+  Buffer modulation_;                         // f32 [2, 3, 6, dim]: of the video, of its first frame, of the text
+  int64_t turn_ = 0;                          // which half of it a block has: what waits reads the other
+  std::vector<Waiting> waiting_;
+  Buffer zeros_;   // f32 [6, dim]
+  Buffer places_;  // of grid_, in Morton order
 };
 
 HunyuanPass::HunyuanPass(const Transformer& model, const std::array<int64_t, 3>& grid, bool morton)
@@ -135,7 +147,7 @@ HunyuanPass::HunyuanPass(const Transformer& model, const std::array<int64_t, 3>&
   rotation_ = uploaded(engine_, make_rotation(grid_, places, model.config().rope, angle));
   conditioning_ = engine_.allocate(3 * dim_ * 4);
   projected_ = engine_.allocate(6 * dim_ * 4);
-  modulation_ = engine_.allocate(3 * 6 * dim_ * 4);
+  modulation_ = engine_.allocate(2 * 3 * 6 * dim_ * 4);
   zeros_ = uploaded(engine_, std::vector<float>(static_cast<size_t>(6 * dim_)));
 }
 
@@ -182,25 +194,50 @@ void HunyuanPass::embed(int64_t step, const Text& text) {
 // `vectors` of [dim] from one row of the conditioning, into one of the places of modulation_; 1 is added to those that are
 // scales.
 const float* HunyuanPass::modulate(const Linear& layer, int64_t row, int64_t vectors, uint32_t scales, int64_t slot) {
-  float* out = floats(modulation_) + slot * 6 * dim_;
+  float* out = floats(modulation_) + (3 * turn_ + slot) * 6 * dim_;
   engine_.linear(layer, rows(conditioning_, DType::f32, dim_, row, 1), {projected_.get(), DType::f32, 1, vectors * dim_});
   engine_.modulation(floats(zeros_), floats(projected_), vectors, dim_, scales, out);
   return out;
 }
 
+// Rows of y, which begins with row `first` of the stream.
+Matrix rows_of(Matrix y, int64_t first, const Rows& part) {
+  const int64_t bytes = (part.first - first) * y.columns * dtype_bytes(y.dtype);
+  return {static_cast<std::byte*>(y.data) + bytes, y.dtype, part.count, y.columns};
+}
+
 void HunyuanPass::normalise(const std::vector<Rows>& parts, int64_t shift, int64_t scale) {
-  for (const auto& [first, count, modulation] : parts) {
-    engine_.layer_norm(hidden(first, count), modulation + scale * dim_, modulation + shift * dim_, kEps,
-                       normed(first, count));
+  for (const Rows& part : parts) {
+    const float *scales = part.modulation + scale * dim_, *shifts = part.modulation + shift * dim_;
+    if (waiting_.empty()) {
+      engine_.layer_norm(hidden(part.first, part.count), scales, shifts, kEps, normed(part.first, part.count));
+    }
+    for (const auto& [rows, y, gate] : waiting_) {  // rows of double blocks need not be those of single ones
+      const int64_t first = std::max(part.first, rows.first),
+                    count = std::min(part.first + part.count, rows.first + rows.count) - first;
+      if (count <= 0) continue;
+      engine_.add_norm(hidden(first, count), rows_of(y, rows.first, {first, count, nullptr}), rows.modulation + gate * dim_,
+                       scales, shifts, kEps, normed(first, count));
+    }
   }
+  waiting_.clear();
 }
 
 // y begins with the first part's first row.
 void HunyuanPass::add(const std::vector<Rows>& parts, Matrix y, int64_t gate) {
-  for (const auto& [first, count, modulation] : parts) {
-    const int64_t bytes = (first - parts[0].first) * dim_ * dtype_bytes(y.dtype);
-    engine_.add(hidden(first, count), {static_cast<std::byte*>(y.data) + bytes, y.dtype, count, dim_},
-                modulation + gate * dim_);
+  for (const Rows& part : parts) {
+    engine_.add(hidden(part.first, part.count), rows_of(y, parts[0].first, part), part.modulation + gate * dim_);
+  }
+}
+
+void HunyuanPass::add_later(const std::vector<Rows>& parts, Matrix y, int64_t gate) {
+  for (const Rows& part : parts) waiting_.push_back({part, rows_of(y, parts[0].first, part), gate});
+}
+
+void HunyuanPass::add_norm(const std::vector<Rows>& parts, Matrix y, int64_t gate, int64_t shift, int64_t scale) {
+  for (const Rows& part : parts) {
+    engine_.add_norm(hidden(part.first, part.count), rows_of(y, parts[0].first, part), part.modulation + gate * dim_,
+                     part.modulation + scale * dim_, part.modulation + shift * dim_, kEps, normed(part.first, part.count));
   }
 }
 
@@ -250,6 +287,7 @@ void HunyuanPass::refine(const Text& text) {
 
 void HunyuanPass::run(const DoubleBlock& block, int64_t index, const Text& text, const Attend& attend) {
   constexpr uint32_t kScales = 1u << 1 | 1u << 4;
+  turn_ = 1 - turn_;
   struct Part {
     const Stream& stream;
     int64_t first, count;
@@ -261,27 +299,27 @@ void HunyuanPass::run(const DoubleBlock& block, int64_t index, const Text& text,
     parts[0].rows.push_back({first_frame_, video_ - first_frame_, modulate(block.video.modulation, 0, 6, kScales, 0)});
   }
   parts[1].rows = {{video_, text.tokens, modulate(block.text.modulation, 0, 6, kScales, 2)}};
-  for (const Part& part : parts) {
-    normalise(part.rows, 0, 1);
-    project(part.stream, part.first, part.count);
-  }
+  std::vector<Rows> both = parts[0].rows;
+  both.push_back(parts[1].rows[0]);
+  normalise(both, 0, 1);
+  for (const Part& part : parts) project(part.stream, part.first, part.count);
   const int64_t all = model_.config().text_tokens + video_;
   const Matrix q = heads(q_, 0, all);
   attend(index, q, heads(k_, 0, all), heads(v_, 0, all), q, {video_, text.tokens, all - video_ - text.tokens});
   for (const Part& part : parts) {
     const Matrix in = normed(part.first, part.count), raw = wide(part.count, dim_);
     engine_.linear(part.stream.to_out, heads(q_, part.first, part.count), raw);
-    add(part.rows, raw, 2);
-    normalise(part.rows, 3, 4);
+    add_norm(part.rows, raw, 2, 3, 4);
     const Matrix inner = wide(part.count, config_.mlp_dim());
     engine_.linear(part.stream.expand, in, inner, Activation::gelu_tanh);
     engine_.linear(part.stream.contract, inner, in);
-    add(part.rows, in, 5);
+    add_later(part.rows, in, 5);
   }
 }
 
 void HunyuanPass::run(const SingleBlock& block, int64_t index, const Text& text, const Attend& attend) {
   constexpr uint32_t kScales = 1u << 1;
+  turn_ = 1 - turn_;
   const int64_t n = video_ + text.tokens, all = model_.config().text_tokens + video_;
   std::vector<Rows> parts;
   if (first_frame_ > 0) parts = {{0, first_frame_, modulate(block.modulation, 1, 3, kScales, 1)}};
@@ -295,7 +333,7 @@ void HunyuanPass::run(const SingleBlock& block, int64_t index, const Text& text,
   add(parts, raw, 2);
   engine_.linear(block.expand, in, inner, Activation::gelu_tanh);
   engine_.linear(block.from_mlp, inner, in);
-  add(parts, in, 2);
+  add_later(parts, in, 2);
 }
 
 void HunyuanPass::forward(int64_t step, int64_t branch, const float* latent, const float* condition, const Attend& attend,
@@ -303,6 +341,7 @@ void HunyuanPass::forward(int64_t step, int64_t branch, const float* latent, con
   const Layers& layers = model_.layers();
   const Text& text = texts_[static_cast<size_t>(branch)];
   const int64_t out = config_.out_channels, more = config_.in_channels - out;
+  waiting_.clear();  // of a pass that was not finished
   embed(step, text);
   const Matrix patches = wide(video_, config_.in_channels * grid_.patch());
   engine_.patchify(grid_, latent, out, condition, more, patches);
@@ -311,6 +350,7 @@ void HunyuanPass::forward(int64_t step, int64_t branch, const float* latent, con
   int64_t index = 0;
   for (const DoubleBlock& block : layers.double_blocks) run(block, index++, text, attend);
   for (const SingleBlock& block : layers.single_blocks) run(block, index++, text, attend);
+  turn_ = 1 - turn_;
   normalise({{0, video_, modulate(layers.last_modulation, 0, 2, 1, 0)}}, 1, 0);
   const Matrix tokens = rows(wide_, DType::f32, out * grid_.patch(), 0, video_);
   engine_.linear(layers.projection, normed(0, video_), tokens);

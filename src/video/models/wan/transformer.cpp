@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "core/numeric.h"
 #include "video/morton.h"
@@ -53,10 +54,14 @@ class WanPass final : public Pass {
   }
   // Rows of `table` and of the embeddings of time from `row` on: [count, dim] each, and 1 more in those of `plus_one`.
   void modulate(const float* table, int64_t step, int64_t row, int64_t count, uint32_t plus_one, int64_t to);
-  void modulated_norm(int64_t shift_row);      // of the residual stream; the scale is the row behind the shift's
-  void gated_add(Matrix y, int64_t gate_row);  // to the residual stream
+  // Of block `i`, or of the projection behind the last: shift and scale of the norm before it.
+  void modulate_first(int64_t i, int64_t step);
+  void modulated_norm(int64_t shift_row);  // of the residual stream; the scale is the row behind the shift's
+  // Adds to the residual stream, gated where there is a row, and then normalises it: by the modulation, or by `norm`.
+  void add_norm(Matrix y, std::optional<int64_t> gate_row, int64_t shift_row);
+  void add_norm(Matrix y, int64_t gate_row, const Norm& norm);
   Text embed(const Prompt& prompt) const;
-  void self_attention(const Attention& layer, int64_t index, const Attend& attend);
+  void self_attention(const Block& block, int64_t index, const Attend& attend);
   void cross_attention(const Attention& layer, const Text& text);
 
   const Transformer& model_;
@@ -137,6 +142,16 @@ void WanPass::modulate(const float* table, int64_t step, int64_t row, int64_t co
   }
 }
 
+void WanPass::modulate_first(int64_t i, int64_t step) {
+  const Layers& layers = model_.layers();
+  if (i < config_.layers) {
+    modulate(layers.blocks[static_cast<size_t>(i)].modulation, step, 0, 2, 1u << 1, 0);
+  } else {  // both rows of the last modulation, shift and scale, take the same embedding of time
+    modulate(layers.last_modulation, step, 6, 1, 0, 0);
+    modulate(layers.last_modulation + config_.dim(), step, 6, 1, 1, 1);
+  }
+}
+
 void WanPass::modulated_norm(int64_t shift_row) {
   const Matrix hidden = matrix(hidden_, DType::f32, config_.dim()),
                normed = matrix(normed_, engine_.activation, config_.dim());
@@ -146,9 +161,28 @@ void WanPass::modulated_norm(int64_t shift_row) {
   }
 }
 
-void WanPass::gated_add(Matrix y, int64_t gate_row) {
+void WanPass::add_norm(Matrix y, std::optional<int64_t> gate_row, int64_t shift_row) {
+  const Matrix hidden = matrix(hidden_, DType::f32, config_.dim()),
+               normed = matrix(normed_, engine_.activation, config_.dim());
   for (const Run& run : runs_) {
-    engine_.add(rows(matrix(hidden_, DType::f32, config_.dim()), run), rows(y, run), modulation(run, gate_row));
+    engine_.add_norm(rows(hidden, run), rows(y, run), gate_row ? modulation(run, *gate_row) : nullptr,
+                     modulation(run, shift_row + 1), modulation(run, shift_row), static_cast<float>(config_.eps),
+                     rows(normed, run));
+  }
+}
+
+void WanPass::add_norm(Matrix y, int64_t gate_row, const Norm& norm) {
+  const Matrix hidden = matrix(hidden_, DType::f32, config_.dim()),
+               normed = matrix(normed_, engine_.activation, config_.dim());
+  for (const Run& run : runs_) {
+    const float* gate = modulation(run, gate_row);
+    if (norm.scale != nullptr) {
+      engine_.add_norm(rows(hidden, run), rows(y, run), gate, norm.scale, norm.shift, static_cast<float>(config_.eps),
+                       rows(normed, run));
+    } else {
+      engine_.add(rows(hidden, run), rows(y, run), gate);
+      engine_.convert(rows(hidden, run), rows(normed, run));
+    }
   }
 }
 
@@ -209,13 +243,13 @@ Text WanPass::embed(const Prompt& prompt) const {
   return out;
 }
 
-void WanPass::self_attention(const Attention& layer, int64_t index, const Attend& attend) {
+void WanPass::self_attention(const Block& block, int64_t index, const Attend& attend) {
+  const Attention& layer = block.self;
   const int64_t dim = config_.dim();
   const auto eps = static_cast<float>(config_.eps);
   const Matrix normed = matrix(normed_, engine_.activation, dim), raw = matrix(wide_, engine_.activation, dim);
   const Matrix q = matrix(q_, engine_.attention, dim), k = matrix(k_, engine_.attention, dim);
   const Matrix v = matrix(v_, engine_.attention, dim);
-  modulated_norm(0);
   engine_.linear(layer.to_q, normed, raw);
   engine_.rms_norm(raw, layer.norm_q, eps, floats(rotation_), config_.head_dim, q);
   engine_.linear(layer.to_k, normed, raw);
@@ -223,7 +257,7 @@ void WanPass::self_attention(const Attention& layer, int64_t index, const Attend
   engine_.linear(layer.to_v, normed, v);
   attend(index, q, k, v, q, {});
   engine_.linear(layer.to_out, q, raw);
-  gated_add(raw, 2);
+  add_norm(raw, 2, block.norm);
 }
 
 void WanPass::cross_attention(const Attention& layer, const Text& text) {
@@ -252,7 +286,7 @@ void WanPass::cross_attention(const Attention& layer, const Text& text) {
     engine_.add(out, image_out, nullptr);
   }
   engine_.linear(layer.to_out, out, raw);
-  engine_.add(matrix(hidden_, DType::f32, dim), raw, nullptr);
+  add_norm(raw, std::nullopt, 3);
 }
 
 void WanPass::forward(int64_t step, int64_t branch, const float* latent, const float* condition, const Attend& attend,
@@ -260,34 +294,26 @@ void WanPass::forward(int64_t step, int64_t branch, const float* latent, const f
   const Layers& layers = model_.layers();
   const Text& text = texts_[static_cast<size_t>(branch)];
   const int64_t dim = config_.dim(), out = config_.out_channels;
-  const auto eps = static_cast<float>(config_.eps);
   const DType type = engine_.activation;
-  const Matrix hidden = matrix(hidden_, DType::f32, dim), normed = matrix(normed_, type, dim);
-  constexpr uint32_t kScales = 1u << 1 | 1u << 4;  // rows: shift, scale, gate of self-attention, then of the feed-forward
+  const Matrix normed = matrix(normed_, type, dim);
 
   const Matrix patches = matrix(wide_, type, config_.in_channels * grid_.patch());
   engine_.patchify(grid_, latent, out, condition, config_.in_channels - out, patches);
-  engine_.linear(layers.patch, patches, hidden);
+  engine_.linear(layers.patch, patches, matrix(hidden_, DType::f32, dim));
+  modulate_first(0, step);
+  modulated_norm(0);
   for (int64_t i = 0; i < config_.layers; ++i) {
     const Block& block = layers.blocks[static_cast<size_t>(i)];
-    modulate(block.modulation, step, 0, 6, kScales, 0);
-    self_attention(block.self, i, attend);
-    if (block.norm.scale != nullptr) {
-      engine_.layer_norm(hidden, block.norm.scale, block.norm.shift, eps, normed);
-    } else {
-      engine_.convert(hidden, normed);
-    }
+    // Rows: shift, scale, gate of self-attention, then of the feed-forward; the first two are there.
+    modulate(block.modulation + 2 * dim, step, 2, 4, 1u << 2, 2);
+    self_attention(block, i, attend);
     cross_attention(block.cross, text);
-    modulated_norm(3);
     const Matrix inner = matrix(wide_, type, config_.ffn_dim);
     engine_.linear(block.expand, normed, inner, Activation::gelu_tanh);
     engine_.linear(block.contract, inner, normed);
-    gated_add(normed, 5);
+    modulate_first(i + 1, step);  // this block's first rows are no longer read
+    add_norm(normed, 5, 0);
   }
-  // Both rows of the last modulation, shift and scale, take the same embedding of time.
-  modulate(layers.last_modulation, step, 6, 1, 0, 0);
-  modulate(layers.last_modulation + dim, step, 6, 1, 1, 1);
-  modulated_norm(0);
   const Matrix tokens = matrix(wide_, DType::f32, out * grid_.patch());
   engine_.linear(layers.projection, normed, tokens);
   engine_.unpatchify(grid_, tokens, out, ChannelOrder::fastest, velocity);
