@@ -4,6 +4,7 @@
 - A timing on a CPU, or on a GPU without hashes, is stale if the sources of its kernels changed since its commit.
 - Videos are stale unless a chain leads from their commit to this one: equal sources, or pairs of results/same_bits.json, for which
   tools/compare_builds.py found the same bits (bench/same_bits.py writes them).
+- Videos of bench/fp8_gate.py are stale too if its PyTorch code changed.
 - Files with a "source" were written by hand, carry their date, and are never fresh or stale.
 """
 import json
@@ -16,6 +17,7 @@ import provenance
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 CODE = ("CMakeLists.txt", "include", "src", "cli", "models")  # what a video can depend on; tools/measure_gpu.sh has the same list
+IN_PYTORCH = ("bench/fp8_linear.py", "python/scope_attn/hosts/session.py", "tools/tiny_video/net.py", "tools/tiny_video/sample.py")
 CPU = ("src/cpu", ":!src/cpu/kernels_s8.cpp", ":!src/cpu/quantise.cpp")  # no timing on a CPU has 8-bit products
 BESIDE = ("h200_python.json",)  # cited by hand, and read by no table
 ALSO = {"h200_python.json": ("python/scope_attn/_c_api.py", "python/scope_attn/_functions.py", "python/scope_attn/_plan.py",
@@ -74,7 +76,7 @@ def videos(data):
     if here not in reached:
         count = git("rev-list", "--count", f"{commit}..HEAD", "--", *CODE)
         return f"{count} commits changed code since {commit[:10]}, and no comparison of bits reaches this one"
-    return changed("HEAD", *CODE)
+    return changed("HEAD", *CODE) or (changed(commit, *IN_PYTORCH) if data.get("kind") == "fp8" else None)
 
 
 def built_code():
@@ -100,7 +102,7 @@ def check(results):
     for name, data in sorted(results.items()):
         if "source" in data:
             continue
-        why = videos(data) if "tables" in data else timing(name, data, built)
+        why = videos(data) if "tables" in data or data.get("kind") == "fp8" else timing(name, data, built)
         if why is not None and why == built:
             unchecked.append(name)
         elif why:

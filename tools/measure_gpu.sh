@@ -8,8 +8,8 @@
 #   COMMIT     what it was built from, where there is no git; otherwise the last commit that changed code
 #   RESULTS    a folder in the place of bench/results; what was begun in bench/results is copied there, and goes on
 #   CLIPS_WAN  the folder of clips-wan, a model that is not in this repository
-#   SEEDS      videos of each variant: 6 first, then 12 (clips-wan) or 8 (tiny-wan), which are the defaults
-#   PYTHON     an interpreter with PyTorch, diffusers, numpy and safetensors (python3)
+#   SEEDS      videos of each variant: 6 first, then 12 (clips-wan; 6 with fp8) or 8 (tiny-wan), which are the defaults
+#   PYTHON     an interpreter with PyTorch, diffusers, numpy and safetensors (python3); PYTHONPATH may lead to them
 #   BACKEND    cuda; cpu only shows that a part runs
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -49,7 +49,9 @@ videos products_clips_wan 2
 videos presets_held_clips_wan_8 1 presets in 8 steps
 videos presets_held_clips_wan_4 1 presets in 4 steps
 videos presets_held_tiny_wan_8 1 presets in 8 steps
-videos presets_held_tiny_wan_4 1 presets in 4 steps'
+videos presets_held_tiny_wan_4 1 presets in 4 steps
+videos fp8_tiny_wan 1           fp8 linear layers, in PyTorch
+videos fp8_clips_wan 2          SEEDS=3 takes 1'
 
 say() { if [ -n "$dry" ]; then printf '%q ' "$@"; echo; else "$@"; fi; }
 code_commit() { git log -1 --format=%H -- :/CMakeLists.txt :/include :/src :/cli :/models "$@"; }
@@ -68,7 +70,7 @@ measure() {
   [ -n "$dry" ] || python3 bench/provenance.py end "$result" "$commit" "$program"
 }
 
-in_python() { say env SCOPE_LIBRARY="$library" PYTHONPATH=python "$python" "$@"; }
+in_python() { say env SCOPE_LIBRARY="$library" PYTHONPATH="python${PYTHONPATH:+:$PYTHONPATH}" "$python" "$@"; }
 steps() {  # RESULT MODEL
   measure "$1" "$scope" 0 say "$scope" steps --model "$2" --backend "$backend" --repeat 3 --commit "$commit" --json "$results/$1.json" \
     --variants dense,scope:target_density=0.2,scope:target_density=0.1,scope-mean:target_density=0.1,fast
@@ -89,6 +91,11 @@ calls() {  # RESULT OPTIONS
 overhead() {  # RESULT
   local commit=$package_commit
   measure "$1" "$library" 0 in_python bench/python_overhead.py --device "$backend" --json "$results/$1.json"
+}
+fp8() {  # RESULT SEEDS OPTIONS
+  local commit=$package_commit seeds=${SEEDS:-$2}
+  measure "$1" "$library" "$seeds" in_python bench/fp8_gate.py --device "$backend" --seeds "$seeds" --commit "$commit" \
+    --json "$results/$1.json" "${@:3}" "${extra[@]}"
 }
 
 profile() {  # NAME OPTIONS: how dense the attention of another video is, for svoo
@@ -165,6 +172,10 @@ part() {
       local long=(--grid 21x45x80 --condition models/tiny-wan/held_out_720p.safetensors)
       profile tiny_wan_720p "${long[@]}" --seed 100
       ablate "$1" 3 --suite paper "${long[@]}" --profile "$densities" ;;
+    fp8_tiny_wan) fp8 "$1" 8 ;;
+    fp8_clips_wan)
+      clips_wan "$1" || return 0
+      fp8 "$1" 6 --model "$CLIPS_WAN" --frames "${clips[3]}" --steps 25 ;;
     *_tiny_wan)
       choose=() more=scope-mean:groups=300  # as many as at 21x45x80
       profile tiny_wan --example 0

@@ -151,13 +151,13 @@ def to_terminal(line: str):
 class Steps:
     """Tells of each step of long work, and how long the rest may take."""
 
-    def __init__(self, count: int, progress: Progress):
-        self.count, self.progress, self.done, self.began = count, progress, 0, time.monotonic()
+    def __init__(self, count: int, progress: Progress, work: str = "compare"):
+        self.count, self.progress, self.work, self.done, self.began = count, progress, work, 0, time.monotonic()
 
     def step(self, what: str):
         self.done += 1
         left = (time.monotonic() - self.began) / self.done * (self.count - self.done)
-        self.progress(f"compare: {self.done} of {self.count}: {what}; about {datetime.timedelta(seconds=round(left))} left")
+        self.progress(f"{self.work}: {self.done} of {self.count}: {what}; about {datetime.timedelta(seconds=round(left))} left")
 
 
 # ---- tensors

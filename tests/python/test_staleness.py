@@ -162,6 +162,14 @@ def test_videos_follow_code_and_pairs(write, commit):
     assert "no comparison" in videos(first)
 
 
+def test_videos_made_in_pytorch_follow_its_code_too(write, commit):
+    first = commit()
+    write("bench/fp8_linear.py", "1")
+    commit()
+    assert videos(first) is None
+    assert "bench/fp8_linear.py" in staleness.videos({"commit": first, "machine": {"gpu": "a"}, "kind": "fp8"})
+
+
 def test_timings_follow_device_code(write, commit):
     first = commit()
     data = {"commit": first, "device_code": {"scan.cu": "1", "tail.cu": "2"}}

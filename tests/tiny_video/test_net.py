@@ -106,3 +106,14 @@ def test_selector_recalls_more_mass_than_random_on_a_real_head(data):
     p = torch.softmax(q @ k.mT / math.sqrt(128), -1)
     recall = {kind: (p * Selector(0.2, 10, kind).select(1, q, k)).sum(-1).mean().item() for kind in ("thw", "random")}
     assert recall["thw"] > recall["random"] + 0.2, recall
+
+
+@torch.no_grad()
+def test_a_net_without_a_norm_before_cross_attention_gives_the_output_of_diffusers():
+    config = net_module.CONFIG | dict(cross_attn_norm=False, eps=1e-5)
+    ours, theirs = net_module.TinyWan(config), WanTransformer3DModel(**config)
+    for p in ours.parameters():
+        torch.nn.init.normal_(p, std=0.06)
+    theirs.load_state_dict(ours.state_dict())
+    a, b = ours(*inputs()), theirs(*inputs()).sample
+    assert (a - b).norm() / b.norm() < 1e-5

@@ -85,11 +85,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim, heads, ffn_dim, eps):
+    def __init__(self, dim, heads, ffn_dim, eps, cross_attn_norm):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps, elementwise_affine=False)
         self.attn1 = Attention(dim, heads, eps)
-        self.norm2 = nn.LayerNorm(dim, eps)
+        self.norm2 = nn.LayerNorm(dim, eps) if cross_attn_norm else nn.Identity()
         self.attn2 = Attention(dim, heads, eps)
         self.norm3 = nn.LayerNorm(dim, eps, elementwise_affine=False)
         self.ffn = FeedForward(dim, ffn_dim)
@@ -132,7 +132,7 @@ class TinyWan(nn.Module):
         dim, self.patch = config["num_attention_heads"] * self.head_dim, tuple(config["patch_size"])
         self.patch_embedding = nn.Conv3d(config["in_channels"], dim, self.patch, self.patch)
         self.condition_embedder = ConditionEmbedder(dim, config["freq_dim"], config["text_dim"])
-        make = lambda: Block(dim, config["num_attention_heads"], config["ffn_dim"], config["eps"])
+        make = lambda: Block(dim, config["num_attention_heads"], config["ffn_dim"], config["eps"], config["cross_attn_norm"])
         self.blocks = nn.ModuleList(make() for _ in range(config["num_layers"]))
         self.norm_out = nn.LayerNorm(dim, config["eps"], elementwise_affine=False)
         self.proj_out = nn.Linear(dim, config["out_channels"] * math.prod(self.patch))

@@ -36,10 +36,10 @@ def noise_for(seeds, shape, device):
 
 
 @torch.no_grad()
-def sample(net, latent, tokens, noise, steps=20, attend=None):
+def sample(net, latent, tokens, noise, steps=20, attend=None, shift=SHIFT):
     """Only frame 0 of latent is used. attend(step, layer, q, k, v) replaces self-attention when given."""
     device = noise.device.type
-    fixed, x, levels = video.image_condition(latent), noise.clone(), noise_levels(steps)
+    fixed, x, levels = video.image_condition(latent), noise.clone(), noise_levels(steps, shift)
     for step in range(steps):
         own = None if attend is None else lambda layer, q, k, v: attend(step, layer, q, k, v)
         time = torch.full((x.shape[0],), levels[step] * 1000, device=x.device)

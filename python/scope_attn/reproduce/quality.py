@@ -9,13 +9,13 @@ from typing import Optional
 
 import numpy
 import torch
-from PIL import Image
 
 WINDOW = 11  # of both SSIMs, in pixels
 
 
 def read_frames(folder: Path) -> list[torch.Tensor]:
     """[height, width, 3] of bytes, each."""
+    from PIL import Image  # which measuring needs not
     return [torch.from_numpy(numpy.array(Image.open(path).convert("RGB"))) for path in sorted(folder.glob("frame_*.png"))]
 
 
