@@ -9,6 +9,6 @@ folder=$(realpath -m "${2:-build/hosts}")
 tests/hosts/install.sh "$pytorch" "$folder"
 export SCOPE_LIBRARY=${SCOPE_LIBRARY:-$PWD/build/release/libscope.so}
 export OMP_NUM_THREADS=1  # PyTorch's threads spin while the library's work
-for host in sglang vllm_omni comfy_kitchen cache_dit quantised; do
+for host in sglang vllm_omni comfy_kitchen cache_dit quantised together; do
   PYTHONPATH=$PWD/python:$PWD/tests/python_package:$folder/$host "$pytorch/bin/python" -m pytest -q -p no:cacheprovider -W ignore "tests/hosts/test_${host}_real.py"
 done

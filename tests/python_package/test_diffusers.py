@@ -1039,6 +1039,39 @@ def test_refusals():
         tiny.make_wan(pipe)
 
 
+class Whole(torch.nn.Module):
+    """What a tool leaves that quantises a whole layer at once."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.call = inner.forward
+
+    def forward(self, *args, **kwargs):
+        return self.call(*args, **kwargs)
+
+
+def test_layers_that_hide_their_attention():
+    """A quantised attention or block that we cannot see into is refused in words, before enable() and after it."""
+    pipe = tiny.wan()
+    pipe.transformer.blocks[1].attn1 = Whole(pipe.transformer.blocks[1].attn1)
+    untouched = tiny.make_wan(pipe)
+    with pytest.raises(TypeError, match="pipe.transformer: layer 1 is a Whole, which hides the attention .* linear layers alone"):
+        scope_attn.enable(pipe)
+    assert (tiny.make_wan(pipe) == untouched).all() and (untouched == tiny.make_wan(tiny.wan())).all()
+    pipe = tiny.wan()
+    pipe.transformer.blocks[2] = Whole(pipe.transformer.blocks[2])
+    with pytest.raises(RuntimeError, match="'Whole' object has no attribute 'attn1'; .* quantise linear layers alone"):
+        scope_attn.enable(pipe)
+    pipe = tiny.wan()
+    scope_attn.enable(pipe, **SPARSE)
+    pipe.transformer.blocks[1].attn1 = Whole(tiny.wan().transformer.blocks[1].attn1)
+    with pytest.raises(RuntimeError, match="layer 1 of transformer: its processor was replaced by a Whole since enable"):
+        tiny.make_wan(pipe)
+    pipe.transformer.blocks[1] = Whole(tiny.wan().transformer.blocks[1])
+    with pytest.raises(RuntimeError, match="'Whole' object has no attribute 'attn1'; .* quantise linear layers alone"):
+        tiny.make_wan(pipe)
+
+
 def test_parallel_hunyuan():
     """diffusers has no plan for it, whoever sets the configuration."""
     pipe = tiny.hunyuan()

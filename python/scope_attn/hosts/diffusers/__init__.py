@@ -96,6 +96,8 @@ class Run(Enabled):
         if self.foreign:
             expert.branch_now = ""
             return
+        with as_known(transformer):
+            layers = self.family.layers(transformer)
         first = getattr(self.scheduler, "begin_index", None) or 0  # above 0: video to video
         steps = len(self.scheduler.timesteps) - first
         counts = hasattr(self.scheduler, "step_index")
@@ -117,10 +119,11 @@ class Run(Enabled):
             step = expert.passes.get(expert.branch_now, 0)
             expert.passes[expert.branch_now] = step + 1
         video.step = min(step, steps - 1)
-        for index, attn in enumerate(self.family.layers(transformer)):
-            if not isinstance(attn.processor, Processor):
+        for index, attn in enumerate(layers):
+            now = getattr(attn, "processor", attn)
+            if not isinstance(now, Processor):
                 self.session.refuse(RuntimeError(
-                    f"layer {index} of {expert.name}: its processor was replaced by a {type(attn.processor).__name__} since enable(); "
+                    f"layer {index} of {expert.name}: its processor was replaced by a {type(now).__name__} since enable(); "
                     "call scope_attn.disable(pipe) and scope_attn.enable(pipe) again"))
 
     def begin_video(self, steps: int, transformer: Any):
@@ -153,7 +156,7 @@ def as_known(transformer: Any):
         yield
     except (AttributeError, LookupError) as error:
         raise RuntimeError(f"{type(transformer).__name__}: it is not as diffusers 0.36 to 0.42 have it: {error}; install one of these "
-                           "versions") from error
+                           "versions, and quantise linear layers alone") from error
 
 
 def transformers_of(pipe: Any) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def transformers_of(pipe: Any) -> dict[str, Any]:
 def processors_of(pipe: Any) -> list[tuple[Any, Processor]]:
     """Every enabled self-attention and its processor."""
     return [(attn, attn.processor) for model in transformers_of(pipe).values() if type(model).__name__ in FAMILIES
-            for attn in FAMILIES[type(model).__name__].layers(model) if isinstance(attn.processor, Processor)]
+            for attn in FAMILIES[type(model).__name__].layers(model) if isinstance(getattr(attn, "processor", None), Processor)]
 
 
 def family_of(pipe: Any) -> Family:
@@ -187,6 +190,9 @@ def family_of(pipe: Any) -> Family:
 def check_layers(name: str, transformer: Any, family: Family):
     """Raises for a layer that could not be led to our backend."""
     for layer, attn in enumerate(family.layers(transformer)):
+        if not hasattr(attn, "processor"):
+            raise TypeError(f"pipe.{name}: layer {layer} is a {type(attn).__name__}, which hides the attention of diffusers; expected one "
+                            "with a processor, as it stays where linear layers alone are quantised")
         config = getattr(attn.processor, "_parallel_config", None)
         if config is not None and parallel.why_not(family.splits, config):
             raise RuntimeError(f"pipe.{name}: {parallel.why_not(family.splits, config)}")
