@@ -4,14 +4,20 @@ r"""Times passes of diffusers' transformers in the shapes of video models, dense
         --json bench/results/h200_diffusers_wan.json              (two minutes for Wan, three for HunyuanVideo, more with --repeat)
     … --model ltx-2 --grid 16x34x60 --layers 8 --variants scope-mean:target_density=0.1+dense_steps=0
                                                                   another length, a part of the layers
+    … --modes compiled --linear bf16,torchao                      dense and variants, then all of them with fp8 linear layers
     … --small                                                     tiny shapes on the CPU, to see that it runs
 
 A pass is one forward of the transformer for one branch, and a step has one for each branch: two in Wan and LTX-2, one in the others. Dense
 passes are diffusers' own with cuDNN's attention; sparse ones those of scope_attn.enable: the first of a video, whose states are cold,
 and a warm one. A run is the schedule of the model's row, added up from them. Before anything is timed a pass of two layers of each
 kind runs at the same size, so that no kernel is loaded and no graph compiled inside what counts. Weights and inputs are random and
-drawn on the device. Needs PyTorch and diffusers, and no network. A file of --json that is not finished, of the same commit and options,
-is gone on with.
+drawn on the device.
+
+--linear puts the linear layers of all blocks into fp8 after the bf16 ones were timed: "torchao" by its quantize_ with
+Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), "fp8" by bench/fp8_linear.py, which does the same with PyTorch alone.
+A case says how many times as fast it is as bf16 dense passes, and as dense passes with the same linear layers.
+
+Needs PyTorch and diffusers, and no network. A file of --json that is not finished, of the same commit and options, is gone on with.
 """
 import argparse
 import statistics
@@ -24,9 +30,11 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch._dynamo.utils import counters
 
+import fp8_linear
 import provenance
 import scope_attn
 
+LINEAR = ["bf16"], ["bf16", "fp8"], ["bf16", "torchao"]
 WARM_UP_LAYERS = 2  # of each kind: the first gets its input in another layout than the others
 
 
@@ -123,6 +131,19 @@ class Bench:
                     block.register_forward_pre_hook(without_mask)
         self.inputs = self.kind.inputs(self)
 
+    def quantise(self, kind):
+        """Puts the linear layers of the blocks into fp8, for good; how many, and which stay as they are."""
+        blocks = [block for name in self.kind.blocks for block in getattr(self.transformer, name)]
+        torch._dynamo.reset()  # graphs hold the layers that were there
+        if kind == "fp8":
+            return fp8_linear.quantise(blocks, "scaled_mm")
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+        linears = fp8_linear.linears(blocks)
+        for block in blocks:  # inductor keeps its options, so that all rows are compiled alike
+            quantize_(block, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False))
+        left = [name for name, linear in linears if type(linear.weight.data) is torch.Tensor]
+        return len(linears) - len(left), left
+
     def draw(self, *shape):
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
@@ -178,21 +199,22 @@ class Bench:
     def new_video(self):
         self.pipe.scheduler.set_timesteps(self.steps)
 
-    def case(self, mode, variant, settings, density, measured_density, repeat, dense_s, first_s, warm_s, run_s, runs_s, dense_layers=None):
+    def case(self, mode, linear, variant, settings, density, measured_density, repeat, dense_s, first_s, warm_s, run_s, runs_s,
+             dense_layers=None):
         """dense_layers: of a sparse pass. Seconds of one branch: run_s of the schedule's passes by their medians, runs_s by those of
         each repetition.
         """
         runs_s = [self.kind.branches * seconds for seconds in (run_s, min(runs_s), max(runs_s))]
-        return dict(mode=mode, variant=variant, settings=settings, density=density, measured_density=measured_density, repeat=repeat,
-                    dense_pass_s=dense_s, first_pass_s=first_s, warm_pass_s=warm_s, run_s=runs_s[0], run_range_s=runs_s[1:],
+        return dict(mode=mode, linear=linear, variant=variant, settings=settings, density=density, measured_density=measured_density,
+                    repeat=repeat, dense_pass_s=dense_s, first_pass_s=first_s, warm_pass_s=warm_s, run_s=runs_s[0], run_range_s=runs_s[1:],
                     dense_layers=dense_layers, peak_bytes=torch.cuda.max_memory_allocated() if self.cuda else None)
 
-    def dense(self, mode):
+    def dense(self, mode, linear):
         """The yardstick is the last mode's; another is timed once."""
         self.begin(0)
         passes = [self.timed(0) for _ in range(self.options.repeat if mode == self.options.modes[-1] else 1)]
         seconds = statistics.median(passes)
-        return self.case(mode, "dense", {}, None, None, len(passes), seconds, None, None, self.steps * seconds,
+        return self.case(mode, linear, "dense", {}, None, None, len(passes), seconds, None, None, self.steps * seconds,
                          [self.steps * s for s in passes])
 
     def schedule(self, method, settings):
@@ -202,7 +224,7 @@ class Bench:
         sparse = [step for step in range(self.steps) if plan.reason(self.row.layers - 1, step, self.steps) is scope_attn.Reason.SPARSE]
         return sparse, int(plan.setting("dense_layers"))
 
-    def enabled(self, mode, variant):
+    def enabled(self, mode, linear, variant):
         """A dense pass of the schedule, if it has any, the first sparse one and a warm one.
 
         Where dense steps cluster too (HunyuanVideo), the dense pass is the first of a video, whose clustering takes longest, and stands
@@ -225,8 +247,9 @@ class Bench:
         scope_attn.disable(self.pipe)
         *dense_s, first_s, warm_s = medians = [statistics.median(column) for column in zip(*videos)]
         run = lambda passes: len(dense) * sum(passes[:-2]) + passes[-2] + (len(sparse) - 1) * passes[-1]
-        return self.case(mode, variant, {"method": method, "model": self.row.name, **told}, float(told["target_density"]), receipt.density,
-                         len(videos), *(dense_s or [None]), first_s, warm_s, run(medians), [run(video) for video in videos], dense_layers)
+        return self.case(mode, linear, variant, {"method": method, "model": self.row.name, **told}, float(told["target_density"]),
+                         receipt.density, len(videos), *(dense_s or [None]), first_s, warm_s, run(medians),
+                         [run(video) for video in videos], dense_layers)
 
 
 def parsed(variant):
@@ -246,6 +269,8 @@ def main():
                         help="eager, compiled or both, in this order; variants run in the last, dense attention in each")
     parser.add_argument("--variants", type=lambda text: text.split(","), default=["scope:target_density=0.2", "fast"],
                         help="METHOD[:NAME=VALUE[+NAME=VALUE…]], separated by commas, each with a target density")
+    parser.add_argument("--linear", type=lambda text: text.split(","), default=["bf16"],
+                        help="bf16, or bf16,torchao or bf16,fp8: all cases of the last mode again with fp8 linear layers")
     parser.add_argument("--mask", action="store_true",
                         help="give attention HunyuanVideo's mask of padding, as diffusers does, though it is all ones")
     parser.add_argument("--steps", type=int, help="of the schedule that the run is added up for; without it the model's")
@@ -255,6 +280,12 @@ def main():
     options = parser.parse_args()
     if options.modes not in (["eager"], ["compiled"], ["eager", "compiled"]):
         parser.error(f"--modes: got {','.join(options.modes)}, expected eager, compiled or eager,compiled")
+    if options.linear not in LINEAR:
+        parser.error(f"--linear: got {','.join(options.linear)}, expected {', '.join(','.join(each) for each in LINEAR)}")
+    if "torchao" in options.linear and options.small:
+        parser.error("--linear: torchao's float8 refuses a machine without a GPU; take bf16,fp8")
+    if len(options.linear) > 1 and not options.small and torch.cuda.get_device_capability() < (8, 9):
+        parser.error(f"--linear: {torch.cuda.get_device_name()} has no fp8, which begins with sm_89")
     if options.layers is not None and options.layers < WARM_UP_LAYERS:
         parser.error(f"--layers: got {options.layers}, expected at least {WARM_UP_LAYERS}")
     start, bench = time.perf_counter(), Bench(options)
@@ -267,14 +298,15 @@ def main():
               "grid": list(bench.grid), "tokens": bench.tokens, "text": bench.kind.text, "branches": bench.kind.branches,
               "steps": bench.steps,
               "dtype": str(bench.dtype).split(".")[1], "dense_attention": "cuDNN" if bench.cuda else "native", "masked": options.mask,
-              "repeat": options.repeat, "cases": []}
+              "linears": options.linear, "repeat": options.repeat, "cases": []}
     begun = provenance.load(options.json, options.commit) if options.json else {}
     if begun.get("finished") is False and all(begun.get(key) == value for key, value in result.items() if key != "cases"):
         result["cases"] = [case for case in begun["cases"] if case["variant"] == "dense" or case["variant"] in options.variants]
+        result.update({name: begun[name] for name in ("fp8_layers", "not_in_fp8") if name in begun})
 
-    def add(case, dense_s):
-        """With how many times as fast the run is as this mode's dense one. The result is written after each."""
-        case["times_faster"] = dense_s / case["run_s"]
+    def add(case, dense_s, same_linear_s):
+        """With how many times as fast the run is as this mode's dense ones. The result is written after each."""
+        case["times_faster"], case["times_faster_same_linear"] = (seconds / case["run_s"] for seconds in (dense_s, same_linear_s))
         print(f"{time.perf_counter() - start:5.0f} s  " + ", ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in case.items()), flush=True)
         result["cases"].append(case)
@@ -288,15 +320,22 @@ def main():
         for mode in options.modes:
             if mode == "compiled":
                 bench.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False, backend="inductor" if bench.cuda else "aot_eager")
-            done = {case["variant"]: case for case in result["cases"] if case["mode"] == mode}
-            dense = done.get("dense") or bench.dense(mode)
-            if "dense" not in done:
-                add(dense, dense["run_s"])
-            for variant in options.variants if mode == options.modes[-1] else []:
-                if variant not in done:
-                    add(bench.enabled(mode, variant), dense["run_s"])
+            last = mode == options.modes[-1]
+            dense_s = None
+            for linear in options.linear if last else options.linear[:1]:
+                if linear != "bf16":
+                    result["fp8_layers"], result["not_in_fp8"] = bench.quantise(linear)
+                done = {case["variant"]: case for case in result["cases"] if (case["mode"], case["linear"]) == (mode, linear)}
+                dense = done.get("dense") or bench.dense(mode, linear)
+                dense_s = dense_s or dense["run_s"]
+                if "dense" not in done:
+                    add(dense, dense_s, dense["run_s"])
+                for variant in options.variants if last else []:
+                    if variant not in done:
+                        add(bench.enabled(mode, linear, variant), dense_s, dense["run_s"])
     result["finished"] = True
     write()
 
 
-main()
+if __name__ == "__main__":
+    main()

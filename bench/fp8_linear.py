@@ -39,26 +39,28 @@ class Fp8Linear(torch.nn.Module):
         values, scale = quantised(x)
         if self.products == "scaled_mm":
             bias = None if self.bias is None else self.bias.to(dtype)
-            out = torch._scaled_mm(values.flatten(0, -2), self.weight.t(), scale_a=scale.flatten(0, -2), scale_b=self.scale.t(), bias=bias,
-                                   out_dtype=dtype, use_fast_accum=True)
+            out = torch._scaled_mm(values.flatten(0, -2).contiguous(), self.weight.t(), scale_a=scale.flatten(0, -2),
+                                   scale_b=self.scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=True)
             return out.unflatten(0, x.shape[:-1])
         out = F.linear(values.to(dtype), self.weight.to(dtype)) * scale * self.scale[:, 0]
         return (out if self.bias is None else out + self.bias).to(dtype)
 
 
+def linears(blocks):
+    """(name, layer) of every linear layer inside the blocks."""
+    return [(f"blocks.{index}.{name}", linear) for index, block in enumerate(blocks) for name, linear in block.named_modules()
+            if isinstance(linear, torch.nn.Linear)]
+
+
 def quantise(blocks, products):
     """Puts every linear layer inside the blocks into fp8. Returns how many, and the names of those that stay as they are."""
-    count, left = 0, []
-    for index, block in enumerate(blocks):
-        for name, linear in list(block.named_modules()):
-            if not isinstance(linear, torch.nn.Linear):
-                continue
-            where = f"blocks.{index}.{name}"
-            if not math.isfinite(linear.weight.detach().float().abs().max()):
-                raise ValueError(f"{where}: its weights hold a NaN or an infinity, expected finite numbers")
-            if linear.in_features % 16 or linear.out_features % 16:
-                left.append(where)
-            else:
-                block.set_submodule(name, Fp8Linear(linear, products))
-                count += 1
-    return count, left
+    found, left = linears(blocks), []
+    for name, linear in found:
+        if not math.isfinite(linear.weight.detach().float().abs().max()):
+            raise ValueError(f"{name}: its weights hold a NaN or an infinity, expected finite numbers")
+        if linear.in_features % 16 or linear.out_features % 16:
+            left.append(name)
+        else:
+            _, index, inside = name.split(".", 2)
+            blocks[int(index)].set_submodule(inside, Fp8Linear(linear, products))
+    return len(found) - len(left), left

@@ -10,6 +10,7 @@
 #   CLIPS_WAN  the folder of clips-wan, a model that is not in this repository
 #   SEEDS      videos of each variant: 6 first, then 12 (clips-wan; 6 with fp8) or 8 (tiny-wan), which are the defaults
 #   PYTHON     an interpreter with PyTorch, diffusers, numpy and safetensors (python3); PYTHONPATH may lead to them
+#   LINEAR     what makes fp8 linear layers in diffusers: torchao; fp8 takes bench/fp8_linear.py, which needs PyTorch alone
 #   BACKEND    cuda; cpu only shows that a part runs
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,6 +27,8 @@ timings h200_steps_wan 3*       Wan2.1 14B, native, medians of 3
 timings h200_steps_hunyuan 5*   HunyuanVideo 13B, native, medians of 3
 timings h200_diffusers_wan 4    Wan2.1 14B in diffusers, medians of 3
 timings h200_diffusers_hunyuan 6 HunyuanVideo 13B in diffusers, medians of 3
+timings h200_together_wan 3     Wan2.1 14B in diffusers: fast, qk8 and fp8 linear layers
+timings h200_together_hunyuan 5 HunyuanVideo 13B, the same
 timings h200_ltx2_14080 1       LTX-2 in diffusers, 8 of 48 layers, by length
 timings h200_ltx2_32640 1
 timings h200_ltx2_130560 2
@@ -78,6 +81,11 @@ steps() {  # RESULT MODEL
 diffusers() {  # RESULT MODEL
   local commit=$package_commit
   measure "$1" "$library" 0 in_python bench/diffusers_steps.py --model "$2" --repeat 3 --commit "$commit" --json "$results/$1.json"
+}
+together() {  # RESULT MODEL
+  local commit=$package_commit
+  measure "$1" "$library" 0 in_python bench/diffusers_steps.py --model "$2" --modes compiled --linear "bf16,${LINEAR:-torchao}" --repeat 3 \
+    --variants fast,fast:products=qk8 --commit "$commit" --json "$results/$1.json"
 }
 length() {  # RESULT MODEL GRID
   local commit=$package_commit
@@ -159,6 +167,8 @@ part() {
     h200_steps_hunyuan) steps "$1" hunyuanvideo ;;
     h200_diffusers_wan) diffusers "$1" wan2.1-t2v-14b ;;
     h200_diffusers_hunyuan) diffusers "$1" hunyuanvideo ;;
+    h200_together_wan) together "$1" wan2.1-t2v-14b ;;
+    h200_together_hunyuan) together "$1" hunyuanvideo ;;
     h200_ltx2_14080) length "$1" ltx-2 16x22x40 ;;
     h200_ltx2_32640) length "$1" ltx-2 16x34x60 ;;
     h200_ltx2_130560) length "$1" ltx-2 16x68x120 ;;
@@ -208,7 +218,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ ${#wanted[@]} -gt 0 ] || { sed -n '2,14s/^# \?//p' "$0" >&2; exit 2; }
+[ ${#wanted[@]} -gt 0 ] || { sed -n '2,15s/^# \?//p' "$0" >&2; exit 2; }
 [ -n "$dry" ] || [ -x "$scope" ] || { echo "SCOPE: \"$scope\" is no program" >&2; exit 2; }
 commit=${COMMIT:-$(code_commit)}
 package_commit=${COMMIT:-$(code_commit :/python)}  # of what measures the Python package too

@@ -9,6 +9,7 @@ import itertools
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import cache_dit
 import diffusers
@@ -22,6 +23,7 @@ import tiny_pipelines as tiny
 from scope_attn.hosts.diffusers import processors_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import diffusers_steps
 import fp8_linear
 
 CONFIG = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
@@ -112,6 +114,16 @@ def test_the_layers_are_those_of_bench(dtype, bound):
     ours = fp8_linear.Fp8Linear(linear, "scaled_mm")(x)
     linear.weight = torch.nn.Parameter(as_config(linear.weight.detach()), requires_grad=False)
     assert far(ours.float(), linear(x).float()) <= bound
+
+
+@torch.no_grad()
+def test_torchao_in_bench(monkeypatch):
+    """What bench/diffusers_steps.py times as `--linear torchao`, and the layer that torchao leaves out without a word."""
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
+    block = torch.nn.ModuleDict(dict(good=torch.nn.Linear(32, 16), odd=torch.nn.Linear(24, 16))).bfloat16()
+    bench = SimpleNamespace(transformer=SimpleNamespace(blocks=[block]), kind=SimpleNamespace(blocks=["blocks"]))
+    assert diffusers_steps.Bench.quantise(bench, "torchao") == (1, ["blocks.0.odd"])
+    assert isinstance(block["good"].weight, Float8Tensor) and type(block["odd"].weight) is torch.nn.Parameter
 
 
 def test_a_row_of_zeros():

@@ -13,9 +13,9 @@ if tiny.DEVICE != "cpu":
     pytest.skip("the tiny shapes are the CPU's", allow_module_level=True)
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "bench/diffusers_steps.py"
-KEYS = {"commit", "machine", "host", "model", "grid", "tokens", "text", "branches", "steps", "dtype", "repeat", "cases"}
-CASE_KEYS = {"mode", "variant", "settings", "density", "measured_density", "repeat", "dense_pass_s", "first_pass_s", "warm_pass_s",
-             "run_s", "run_range_s", "dense_layers", "times_faster", "peak_bytes"}
+KEYS = {"commit", "machine", "host", "model", "grid", "tokens", "text", "branches", "steps", "dtype", "linears", "repeat", "cases"}
+CASE_KEYS = {"mode", "linear", "variant", "settings", "density", "measured_density", "repeat", "dense_pass_s", "first_pass_s",
+             "warm_pass_s", "run_s", "run_range_s", "dense_layers", "times_faster", "times_faster_same_linear", "peak_bytes"}
 
 
 @pytest.mark.parametrize("model, branches, dense_steps", [("wan2.1-t2v-14b", 2, 4), ("hunyuanvideo", 1, 2)])
@@ -59,7 +59,32 @@ def test_other_shapes(tmp_path, model, branches):
     assert ours["run_s"] == pytest.approx(branches * (ours["first_pass_s"] + 7 * ours["warm_pass_s"]))
 
 
-@pytest.mark.parametrize("given, told", [(["--modes", "compiled,eager"], "--modes"), (["--layers", "1"], "--layers"),
+@pytest.mark.parametrize("model, layers", [("wan2.1-t2v-14b", 30), ("hunyuanvideo", 66)])
+def test_fp8_linear(tmp_path, model, layers):
+    """Each case again with fp8 layers: beside bf16 dense passes, and beside dense ones with the same layers. A stopped one goes on."""
+    path = tmp_path / "steps.json"
+    command = [sys.executable, SCRIPT, "--small", "--model", model, "--steps", "4", "--linear", "bf16,fp8", "--variants", "fast",
+               "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "compiled inside" not in done.stderr
+    data = json.loads(path.read_text())
+    assert data["finished"] and (data["fp8_layers"], data["not_in_fp8"]) == (layers, [])
+    assert [(case["mode"], case["linear"], case["variant"]) for case in data["cases"]] == [
+        ("eager", "bf16", "dense"), ("compiled", "bf16", "dense"), ("compiled", "bf16", "fast"), ("compiled", "fp8", "dense"),
+        ("compiled", "fp8", "fast")]
+    _, bf16, _, fp8, fast = data["cases"]
+    assert fp8["times_faster"] == pytest.approx(bf16["run_s"] / fp8["run_s"]) and fp8["times_faster_same_linear"] == 1
+    assert fast["times_faster"] == pytest.approx(bf16["run_s"] / fast["run_s"])
+    assert fast["times_faster_same_linear"] == pytest.approx(fp8["run_s"] / fast["run_s"])
+    path.write_text(json.dumps({**data, "finished": False, "cases": data["cases"][:3]}))
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    again = json.loads(path.read_text())
+    assert again["finished"] and again["cases"][:3] == data["cases"][:3] and len(again["cases"]) == 5
+
+
+@pytest.mark.parametrize("given, told", [(["--modes", "compiled,eager"], "--modes"), (["--linear", "fp8"], "--linear: got fp8, expected"),
+                                         (["--linear", "bf16,torchao"], "refuses a machine without a GPU"), (["--layers", "1"], "--layers"),
                                          (["--modes", "eager", "--variants", "dense"], "dense has 0 sparse steps")])
 def test_refusals(given, told):
     done = subprocess.run([sys.executable, SCRIPT, "--small", *given], capture_output=True, text=True)
