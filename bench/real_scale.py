@@ -117,8 +117,10 @@ def page(load, text):
     return text
 
 
-def compiled_case(data, variant):
-    return next(case for case in data["cases"] if case["mode"] == "compiled" and case["variant"] == variant)
+def compiled_case(data, variant, linear="bf16"):
+    """linear: bf16, or fp8 whichever program made it. None: the result has no such case."""
+    return next((case for case in data["cases"] if case["mode"] == "compiled" and case["variant"] == variant
+                 and (case.get("linear", "bf16") == "bf16") == (linear == "bf16")), None)
 
 
 def faster(data, variant):
@@ -129,6 +131,49 @@ def faster(data, variant):
         low, high = (dense["run_s"] / case["run_range_s"][i] for i in (1, 0))
         spread = f" ({low:.2f} to {high:.2f})"
     return f"{dense['run_s'] / case['run_s']:.2f}{spread}"
+
+
+# What runs, as the variant of passes and of its linear layers, and as a row of bench/fp8_gate.py.
+TOGETHER = (("compiled dense", "dense", "bf16", None), ("dense, fp8 linear layers", "dense", "fp8", "dense, fp8"),
+            ("`fast`", "fast", "bf16", "fast"), ("`fast`, `qk8`", "fast:products=qk8", "bf16", None),
+            ("`fast`, fp8 linear layers", "fast", "fp8", "fast, fp8"),
+            ("`fast`, `qk8`, fp8 linear layers", "fast:products=qk8", "fp8", None))
+
+
+def together(load):
+    """docs/guide/together.md: what sparse attention and fp8 linear layers give alone and together."""
+    passes, videos, found = [], [], {}
+    for model in MODELS:
+        for name in (f"h200_together_{model}.json", f"h200_diffusers_{model}.json"):  # the second has bf16 layers alone
+            with contextlib.suppress(FileNotFoundError):
+                passes.append(load(name))
+                found[name] = passes[-1]
+                break
+    for name in ("fp8_clips_wan.json", "fp8_tiny_wan.json"):
+        videos.append(None)
+        with contextlib.suppress(FileNotFoundError):
+            videos[-1] = {row["variant"]: row["psnr"] for row in load(name)["rows"]}
+    times = "times as fast | over dense with the same linear layers | peak, GiB"
+    lines = [f"| compiled blocks, 720p, H200 | Wan2.1 14B: {times} | HunyuanVideo 13B: {times} | PSNR in dB: 75,600 tokens | "
+             "8,320 tokens |", "|---" * 9 + "|"]
+    for title, variant, linear, judged in TOGETHER:
+        cells = []
+        for data in passes:
+            case, dense, same = (compiled_case(data, *of) for of in ((variant, linear), ("dense",), ("dense", linear)))
+            cells += [f"{dense['run_s'] / case['run_s']:.2f}", f"{same['run_s'] / case['run_s']:.2f}",
+                      f"{case['peak_bytes'] / 2**30:.1f}"] if case else ["not measured"] * 3
+        for rows in videos:
+            psnr = rows.get(judged) if rows and judged else None
+            cells.append("–" if variant == "dense" and linear == "bf16" else "not measured" if not psnr else
+                         "equal" if None in psnr else f"{statistics.mean(psnr):.1f}")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join([
+        *lines, "",
+        "- **Times as fast**: a whole run of diffusers' transformer with random weights, added up from passes, over compiled dense in "
+        "bf16 with cuDNN's attention; then over compiled dense with the same linear layers as the row.",
+        "- **PSNR**: against dense videos of the same seeds, on two small models in PyTorch ([fidelity]"
+        "(../notebook/fidelity.md#fp8-linear-layers)). fp8 was emulated there. No video of a full-size model was judged.", "",
+        f"Source: {sources(found)}.", ""])
 
 
 # What a reader sets, its density, and how it was timed and judged: the variant of passes; variant, result and target of videos.

@@ -439,7 +439,7 @@ def outputs():
     gpu = load("h200.json")
     wrap, replace = video_report.wrap, video_report.replace
     page = {name: (ROOT / name).read_text() for name in ("README.md", "docs/guide/choose.md", "docs/guide/diffusers.md",
-                                                   "docs/notebook/fidelity.md")}
+                                                   "docs/notebook/fidelity.md", "docs/guide/together.md")}
     readme = replace(page["README.md"], "headline", real_scale.gains(load, "docs/"))
     return {"docs/notebook/benchmarks_gpu.md": wrap(gpu_benchmarks("h200.json", gpu)), "docs/img/gpu_stages.svg": gpu_chart(gpu),
             "docs/notebook/benchmarks.md": wrap(benchmarks((("cpu_suite_f32.json", f32), ("cpu_suite_bf16.json", bf16)), torch_data)),
@@ -450,6 +450,7 @@ def outputs():
                                                       video_report.overview(load)), "fp8", video_report.fp8(load)),
             "docs/guide/choose.md": replace(page["docs/guide/choose.md"], "gains", real_scale.gains(load, "../")),
             "docs/guide/diffusers.md": replace(page["docs/guide/diffusers.md"], "h200", real_scale.diffusers(load)),
+            "docs/guide/together.md": replace(page["docs/guide/together.md"], "together", real_scale.together(load)),
             "docs/notebook/real_scale.md": real_scale.page(load, (ROOT / "docs" / "notebook" / "real_scale.md").read_text()),
             **video_report.outputs(load, (ROOT / "docs" / "notebook" / "video_report.md").read_text())}
 

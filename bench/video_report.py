@@ -89,7 +89,7 @@ def seeds_of(data):
 
 def source(name, data):
     m = data["machine"]
-    machine = m.get("gpu", f"{m['cpu']}, {m['threads']} threads, {m['instruction_set']}")
+    machine = m["gpu"] if "gpu" in m else f"{m['cpu']}, {m['threads']} threads, {m['instruction_set']}"
     bundled = (pathlib.Path(__file__).resolve().parents[1] / "models" / data["model"]).exists()
     return (f"Source: `bench/results/{name}`, {commit(data)}, {machine}{provenance.words(data)}; `{data['model']}`"
             f"{'' if bundled else ', which is not in this repository,'} at {'×'.join(map(str, data['grid']))}, "

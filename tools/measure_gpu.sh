@@ -27,8 +27,8 @@ timings h200_steps_wan 3*       Wan2.1 14B, native, medians of 3
 timings h200_steps_hunyuan 5*   HunyuanVideo 13B, native, medians of 3
 timings h200_diffusers_wan 4    Wan2.1 14B in diffusers, medians of 3
 timings h200_diffusers_hunyuan 6 HunyuanVideo 13B in diffusers, medians of 3
-timings h200_together_wan 3     Wan2.1 14B in diffusers: fast, qk8 and fp8 linear layers
-timings h200_together_hunyuan 5 HunyuanVideo 13B, the same
+timings h200_together_wan 4     Wan2.1 14B in diffusers: fast, qk8 and fp8 linear layers
+timings h200_together_hunyuan 6 HunyuanVideo 13B, the same
 timings h200_ltx2_14080 1       LTX-2 in diffusers, 8 of 48 layers, by length
 timings h200_ltx2_32640 1
 timings h200_ltx2_130560 2

@@ -6,6 +6,7 @@ compared to the bit: enable() with every call dense against no enable(), and one
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from torchao.quantization.quantize_.workflows.float8.float8_tensor import Quanti
 
 import scope_attn
 import tiny_pipelines as tiny
+from scope_attn.hosts import session
 from scope_attn.hosts.diffusers import processors_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -198,3 +200,31 @@ def test_few_steps_with_a_cache(steps):
     expected, calls = made(quantise, cache, enable(method="fast"), steps=steps)
     video, _ = made(enable(method="fast"), cache, quantise, steps=steps)
     assert torch.equal(video, expected) and all(call.sparse for call in calls) and 0 < len(calls) < 2 * 3 * steps
+
+
+GUIDE = Path(__file__).parents[2] / "docs/guide/together.md"
+WISHES = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+DONE = [("scope-mean", 0.2, "bf16", False), ("fast", 0.18, "bf16", False), ("fast", 0.18, "qk8", True)]  # method, density, products, fp8
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_guide(number, monkeypatch):
+    """Its code blocks, on a small pipeline in bf16: torchao is told that there is a GPU, and graphs run without a compiler."""
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
+    monkeypatch.setitem(session.MIN_TOKENS, "cpu", 0)
+    own = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, *args, **options: own(self, *args, backend="aot_eager", **options))
+    method, density, products, fp8 = DONE[number]
+    code = WISHES[number]
+    assert len(WISHES) == 3 and (products == "qk8") == ('products="qk8"' in code)
+    if "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
+        code = code.replace(', products="qk8"', "")
+    torch._dynamo.reset()
+    pipe = tiny.wan()
+    pipe.transformer.bfloat16()
+    exec(code, {"pipe": pipe})
+    assert tiny.make_wan(pipe).isfinite().all()
+    receipt = scope_attn.receipt(pipe)
+    assert receipt.settings["method"] == method and receipt.density == pytest.approx(density, rel=0.03)
+    assert isinstance(pipe.transformer.blocks[0].ffn.net[2].weight, Float8Tensor) == fp8
+    assert all(block._compiled_call_impl is not None for block in pipe.transformer.blocks)
