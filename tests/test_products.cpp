@@ -63,13 +63,32 @@ Emulated emulate(const AttendArgs& args, bool bytes_of_values) {
   };
 
   // In f32 and in the backends' order: integers are to be the same.
-  std::vector<float> centre(dim), times_q(dim), times_k(dim), even(dim), mean(dim), far(dim);
+  const int64_t channels = dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+  const auto rotate = [&](std::vector<float>& x) {
+    for (int64_t step = 1; step < channels; step *= 2) {
+      for (int64_t c = 0; c < channels; ++c) {
+        if (c / step % 2 != 0) continue;
+        float &a = x[static_cast<size_t>(c)], &b = x[static_cast<size_t>(c + step)];
+        const float sum = a + b, difference = a - b;
+        a = sum, b = difference;
+      }
+    }
+  };
+  const auto largest = [](float most, const std::vector<float>& row) {
+    for (const float x : row) most = std::max(most, std::abs(x));
+    return most;
+  };
+  const auto byte = [](float x, float most) {
+    const float over = most > 0x1p-100f ? 127 / most : 0;
+    return static_cast<int>(std::nearbyint(x * over));
+  };
+  std::vector<float> centre(dim), times_q(dim), times_k(dim), mean(dim), far(dim);
   for (int64_t c = 0; c < dim; ++c) {
     float low = kInf, high = -kInf, low_v = kInf, high_v = -kInf, high_q = 0;
     double sum = 0, count = 0;
     for (int64_t j = 0; j < keys; ++j) {
       if (!is_valid(j)) continue;
-      low = std::min(low, key(j, c)), high = std::max(high, key(j, c));
+      if (real < 4096 || j >= real || j % 8 == 0) low = std::min(low, key(j, c)), high = std::max(high, key(j, c));
       low_v = std::min(low_v, value(j, c)), high_v = std::max(high_v, value(j, c));
       sum += value(j, c), ++count;
     }
@@ -80,18 +99,27 @@ Emulated emulate(const AttendArgs& args, bool bytes_of_values) {
     centre[at] = 0.5f * low + 0.5f * high;
     const float reach = std::max(high - centre[at], centre[at] - low);
     const bool counts = high_q > 0x1p-100f && reach > 0x1p-100f;
-    even[at] = counts ? std::sqrt(reach) * std::sqrt(high_q) : 0;
     times_q[at] = counts ? std::sqrt(reach / high_q) : 0;
     times_k[at] = counts ? std::sqrt(high_q / reach) : 0;
     mean[at] = static_cast<float>(sum / std::max(count, 1.0));
     far[at] = std::max(high_v - mean[at], mean[at] - low_v);
   }
-  const float most = *std::max_element(even.begin(), even.end()), k_unit = most > 0 ? most / 127 : 1;
-  std::vector<int> bytes(static_cast<size_t>(keys * dim));
-  for (int64_t i = 0; i < keys * dim; ++i) {
-    const auto c = static_cast<size_t>(i % dim);
-    const float scaled = (key(i / dim, i % dim) - centre[c]) * (times_k[c] / k_unit);
-    bytes[static_cast<size_t>(i)] = is_valid(i / dim) ? static_cast<int>(std::nearbyint(scaled)) : 0;
+  std::vector<std::vector<float>> rotated(static_cast<size_t>(keys), std::vector<float>(static_cast<size_t>(channels)));
+  float most_k = 0;
+  for (int64_t j = 0; j < keys; ++j) {
+    std::vector<float>& row = rotated[static_cast<size_t>(j)];
+    if (!is_valid(j)) continue;
+    for (int64_t c = 0; c < dim; ++c) {
+      const auto at = static_cast<size_t>(c);
+      row[at] = (key(j, c) - centre[at]) * times_k[at];
+    }
+    rotate(row);
+    most_k = largest(most_k, row);
+  }
+  const float k_unit = (most_k > 0x1p-100f ? most_k / 127 : 1) / static_cast<float>(channels);
+  std::vector<int> bytes;
+  for (const auto& row : rotated) {
+    for (const float x : row) bytes.push_back(byte(x, most_k));
   }
 
   Emulated result{.out = std::vector<double>(static_cast<size_t>(q.tokens * dim)),
@@ -99,15 +127,15 @@ Emulated emulate(const AttendArgs& args, bool bytes_of_values) {
                   .lse = std::vector<double>(static_cast<size_t>(q.tokens), -kInf)};
   for (int64_t g = 0; g < args.groups; ++g) {
     for (int64_t i = args.offsets[0][g]; i < args.offsets[0][g + 1]; ++i) {
-      std::vector<float> balanced(static_cast<size_t>(dim));
-      float high = 0;
+      std::vector<float> row(static_cast<size_t>(channels));
       double shift = 0;
       for (int64_t c = 0; c < dim; ++c) {
         const auto at = static_cast<size_t>(c);
-        balanced[at] = query(i, c) * times_q[at];
-        high = std::max(high, std::abs(balanced[at]));
+        row[at] = query(i, c) * times_q[at];
         shift += static_cast<double>(query(i, c)) * static_cast<double>(centre[at]);
       }
+      rotate(row);
+      const float high = largest(0, row);
       const double unit = static_cast<double>((high > 0x1p-100f ? high / 127 : 1) * k_unit);
       std::vector<std::pair<double, int64_t>> seen;  // logit, key
       double top = -kInf;
@@ -118,10 +146,8 @@ Emulated emulate(const AttendArgs& args, bool bytes_of_values) {
                               : mask_bit(args.extra.mask[0] + g * mask_words(args.extra.count), e);
         if (!kept) continue;
         int64_t sum = 0;
-        for (int64_t c = 0; c < dim; ++c) {
-          const float over = high > 0x1p-100f ? 127 / high : 0;
-          sum += static_cast<int64_t>(std::nearbyint(balanced[static_cast<size_t>(c)] * over)) *
-                 bytes[static_cast<size_t>(j * dim + c)];
+        for (int64_t c = 0; c < channels; ++c) {
+          sum += int64_t{byte(row[static_cast<size_t>(c)], high)} * bytes[static_cast<size_t>(j * channels + c)];
         }
         const double bias = j < real ? 0 : static_cast<double>(args.extra.bias[0][e]);
         seen.emplace_back(static_cast<double>(args.scale) * (unit * static_cast<double>(sum) + shift) + bias, j);
@@ -308,6 +334,57 @@ TEST(Products, ManyQueriesAreBalancedByASample) {
   });
 }
 
+// From 4,096 keys on, every 8th balances the channels, and all of them give the unit. Here the others are wider.
+TEST(Products, ManyKeysAreBalancedByASample) {
+  each_products([](const Exec& exec, Products products) {
+    constexpr int64_t kKeys = 4500;
+    Random random(18);
+    Problem problem(random, DType::bf16, 120, kKeys, 64);
+    for (int64_t j = 0; j < kKeys; ++j) {
+      problem.k.set(j, 20, 3);
+      if (j % 8 != 0) problem.k.set(j, 9, 5 + 20 * random.normal());
+    }
+    for (const int64_t size : {50, 70}) {
+      problem.add_group(size);
+      problem.select_some(problem.groups() - 1, random, 0.02);
+    }
+    problem.add_extra(random, 40);
+    AttendArgs args = problem.args();
+    args.products = products;
+    ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args));
+
+    // Holes of whole words, and of all keys in the sample.
+    for (const int64_t hole : {32, 8}) {
+      std::vector<uint32_t> valid(static_cast<size_t>(mask_words(kKeys)));
+      for (int64_t j = 0; j < kKeys; ++j) {
+        if (hole == 32 ? j / 32 % 5 != 0 : j % 8 != 0) set_mask_bit(valid.data(), j);
+      }
+      for (size_t i = 0; i < problem.mask.size(); ++i) problem.mask[i] &= valid[i % valid.size()];
+      args = problem.args();
+      args.products = products, args.valid = valid.data();
+      ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args)) << "holes by " << hole;
+    }
+  });
+}
+
+// What is not in the sample: something where that is constant, and what is not finite.
+TEST(Products, WhatTheSampleOfKeysLacksIsDoneIn16Bits) {
+  each_products([](const Exec& exec, Products products) {
+    for (const double what : {2.0, 0.5, static_cast<double>(kInf), std::nan("")}) {
+      constexpr int64_t kKeys = 4200;
+      Random random(19);
+      Problem problem(random, DType::bf16, 97, kKeys, 64);
+      for (int64_t j = 0; j < kKeys; ++j) problem.k.set(j, 9, 2);
+      problem.k.set(4001, 9, what);
+      problem.add_dense_group(97);
+      AttendArgs args = problem.args();
+      const auto in_16 = Result(exec, args).all();
+      args.products = products;
+      EXPECT_EQ(Result(exec, args).all() == in_16, what != 2) << what;
+    }
+  });
+}
+
 // What is not in the sample: something where that is zero, and what is not finite.
 TEST(Products, WhatTheSampleOfQueriesLacksIsDoneIn16Bits) {
   each_products([](const Exec& exec, Products products) {
@@ -338,7 +415,7 @@ TEST(Products, CloseToExactAttention) {
         args.products = products;
         const double error = relative_error(exec, args);
         RecordProperty(fmt::format("error_{}_{}_{}", row(products).name, nk, deviation), fmt::format("{:.5f}", error));
-        EXPECT_LT(error, products == Products::qk8 ? 0.02 : 0.05) << nk << " keys, deviation " << deviation;
+        EXPECT_LT(error, products == Products::qk8 ? 0.025 : 0.05) << nk << " keys, deviation " << deviation;
         EXPECT_GT(error, bf16) << "8 bits were not used";
       }
     }
@@ -384,6 +461,82 @@ TEST(Products, ChannelThatStandsOut) {
       args.products = products;
       ASSERT_NO_FATAL_FAILURE(expect_as_emulated(exec, args));
       EXPECT_LT(relative_error(exec, args), 0.06);
+    }
+  });
+}
+
+// Mean over every tenth query of the deviation of its logits.
+double spread(const Problem& problem) {
+  const RowsView q = problem.q.view(), k = problem.k.view();
+  double all = 0;
+  for (int64_t t = 0; t < q.tokens; t += 10) {
+    double sum = 0, squares = 0;
+    for (int64_t j = 0; j < k.tokens; ++j) {
+      double x = 0;
+      for (int64_t c = 0; c < q.dim; ++c) x += reference::element(q, t, c) * reference::element(k, j, c);
+      sum += x, squares += x * x;
+    }
+    const auto n = static_cast<double>(k.tokens);
+    all += std::sqrt(squares / n - sum / n * (sum / n)) / static_cast<double>(q.tokens / 10);
+  }
+  return all * static_cast<double>(problem.scale);
+}
+
+// Four channels 10 to 100 times the others, in k, in q, or in other ones of both; with an offset of as much, that of keys in
+// opposite directions by turns. Under the same scale logits are so much wider; scaled down to the spread that they had, the
+// error is less than without such channels.
+TEST(Products, ChannelsThatStandOutDoNotSmearTheOthers) {
+  each_products([](const Exec& exec, Products products) {
+    for (const int64_t dim : {64, 72, 128}) {
+      for (const double deviation : {1.0, 4.0}) {
+        double without = 0, spread_without = 0, worst = 0, worst_wide = 0;
+        const auto check = [&](double factor, int where, bool offset) {
+          SCOPED_TRACE(fmt::format("{} channels, deviation {}, {} times in {}{}", dim, deviation, factor,
+                                   where == 0   ? "k"
+                                   : where == 1 ? "q"
+                                                : "both",
+                                   offset ? ", with an offset" : ""));
+          Random random(20);
+          Problem problem(random, DType::bf16, 100, 2000, dim, deviation);
+          const auto widen = [&](Rows& rows, int64_t first) {
+            for (int64_t t = 0; t < rows.view().tokens; ++t) {
+              for (const int64_t c : {first, first + 10, first + 11, first + 40}) {
+                const double side = !offset ? 0 : &rows == &problem.k && t % 2 == 0 ? -1 : 1;
+                rows.set(t, c, factor * (side + reference::element(rows.view(), t, c)));
+              }
+            }
+          };
+          if (where != 1) widen(problem.k, 5);
+          if (where != 0) widen(problem.q, 8);
+          problem.add_dense_group(100);
+          const double wide = spread(problem);
+          const auto error = [&] {
+            AttendArgs args = problem.args();
+            args.products = products;
+            return relative_error(exec, args);
+          };
+          if (factor == 1) {
+            without = error(), spread_without = wide;
+            return;
+          }
+          const double of_wide = error() / without;
+          problem.scale *= static_cast<float>(spread_without / wide);
+          const double same = error() / without;
+          worst = std::max(worst, same), worst_wide = std::max(worst_wide, of_wide);
+          EXPECT_LT(same, products == Products::qk8 ? 1.0 : 1.5);
+          if (dim == 128) {
+            EXPECT_LT(of_wide, 2) << "under the same scale";
+          }
+        };
+        check(1, 0, false);
+        for (const double factor : {10.0, 30.0, 100.0}) {
+          for (const int where : {0, 1, 2}) {
+            for (const bool offset : {false, true}) check(factor, where, offset);
+          }
+        }
+        RecordProperty(fmt::format("worst_{}_{}_{}", row(products).name, dim, deviation), fmt::format("{:.2f}", worst));
+        RecordProperty(fmt::format("wide_{}_{}_{}", row(products).name, dim, deviation), fmt::format("{:.2f}", worst_wide));
+      }
     }
   });
 }

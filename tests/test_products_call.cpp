@@ -129,5 +129,55 @@ TEST(ProductsCall, PaddingBesideTextChangesNothing) {
   if (!any) GTEST_SKIP() << "this machine has no 8-bit products";
 }
 
+// Four channels of the keys 30 and 100 times as wide as the others, with an offset as some models have: logits are so much
+// wider, or queries so much shorter.
+TEST(ProductsCall, ChannelsThatStandOutCostNoMore) {
+  const Context context = tested_context();
+  bool any = false;
+  for (const Products products : {Products::qk8, Products::qkv8}) {
+    for (const int64_t dim : {64, 128}) {
+      for (const Settings& settings : settings_of(products)) {
+        SCOPED_TRACE(fmt::format("{}, {}, {} channels", settings.method->name, row(products).name, dim));
+        Settings exact = settings;
+        exact.products = Products::bf16;
+        const auto error = [&](float factor, float offset, bool shorter) {
+          Inputs in(1, 2, 700, 700, dim, 7, DType::bf16);
+          const auto set = [](float& x, float value) {
+            x = static_cast<float>(reference::rounded(static_cast<double>(value), DType::bf16));
+          };
+          const auto channels = static_cast<float>(dim);
+          for (float& x : in.q) set(x, shorter ? x / std::sqrt((channels - 4 + 4 * factor * factor) / channels) : x);
+          for (int64_t i = 0; i < in.heads * in.k_tokens; ++i) {
+            for (const int64_t c : {5, 20, 21, 50}) {
+              float& x = in.k[static_cast<size_t>(i * dim + c)];
+              set(x, factor * (offset + x));
+            }
+          }
+          return apart(run(Plan(context, settings, in.shape()), in).out, run(Plan(context, exact, in.shape()), in).out);
+        };
+        double without = 0;
+        try {
+          without = error(1, 0, false);
+        } catch (const Error& refused) {
+          ASSERT_EQ(refused.status(), Status::unsupported) << refused.what();
+          continue;
+        }
+        any = true;
+        for (const float factor : {30.0f, 100.0f}) {
+          for (const float offset : {0.0f, 3.0f}) {
+            SCOPED_TRACE(fmt::format("{} times, offset {}", factor, offset));
+            EXPECT_LT(error(factor, offset, true), (products == Products::qk8 ? 1.2 : 1.5) * without) << "shorter queries";
+            // Each query sees fewer keys then, whose errors do not even out: 4.3 times at most, and 14 without a rotation.
+            if (dim == 128) {
+              EXPECT_LT(error(factor, offset, false), 5 * without) << "wider logits";
+            }
+          }
+        }
+      }
+    }
+  }
+  if (!any) GTEST_SKIP() << "this machine has no 8-bit products";
+}
+
 }  // namespace
 }  // namespace scope::test

@@ -40,7 +40,7 @@ struct Layout {
   Layout(Arena arena, const Exec& exec, const Sizes& sizes, int64_t* bytes = nullptr) {
     const int64_t threads = exec.pool->threads();
     const auto element = static_cast<int64_t>(sizeof(float));  // the largest any arithmetic uses
-    stride = round_up(sizes.dim, 2 * kLanes);
+    stride = sizes.products == Products::qk8 ? rotated_channels(sizes.dim) : round_up(sizes.dim, 2 * kLanes);
     tiles = arena.take<Tile>(sizes.groups + sizes.q_tokens / kBundledRows + 1);
     q = arena.take<std::byte>(threads * kTileRows * stride * element);
     k = arena.take<std::byte>(threads * kKeyBlock * stride * element);
@@ -110,6 +110,7 @@ class Attention {
              .groups = args.groups,
              .extra = args.extra.count,
              .products = args.products}),
+        depth_(args.q.dim),
         channels_(round_up(args.q.dim, kLanes)),
         unit_(args.scale * 1.44269504088896f) {}
 
@@ -128,6 +129,7 @@ class Attention {
   // Products of queries and keys; the rest stays as it is.
   void multiply_bytes(const Quantiser& quantiser) {
     factors_ = &quantiser.factors();
+    depth_ = rotated_channels(q_.dim);
     k_ = quantiser.keys(args_);
     extra_k_ = quantiser.extra(args_);
     kernels_.pack_k = exec_.attend_kernels->pack_k;
@@ -258,7 +260,7 @@ class Attention {
     kernels_.pack_v(*exec_.kernels, v, keys, n, packed_v, buffer, stride);
     for (int64_t i = 0; i < rows; i += kStrip) {
       const int64_t height = std::min(kStrip, rows - i);
-      kernels_.dot(q + i * row_bytes(), stride, height, packed_k, n, q_.dim, s, kKeyBlock);
+      kernels_.dot(q + i * row_bytes(), stride, height, packed_k, n, depth_, s, kKeyBlock);
       if (bias != nullptr) {
         for (int64_t r = 0; r < height; ++r) {
           for (int64_t j = 0; j < n; ++j) s[r * kKeyBlock + j] += bias[keys[j]] / args_.scale;
@@ -289,8 +291,9 @@ class Attention {
   AttendKernels kernels_;
   const ByteFactors* factors_ = nullptr;  // of 8-bit products; null: there are none
   Layout at_;
-  int64_t channels_;
-  float unit_;  // logits in units of log 2
+  int64_t depth_;     // of products of queries and keys
+  int64_t channels_;  // of values
+  float unit_;        // logits in units of log 2
 };
 
 }  // namespace

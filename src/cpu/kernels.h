@@ -106,7 +106,8 @@ inline constexpr float kTinyRange = 0x1p-100f;  // and below: as good as zero
 // What makes bytes of a head's queries and keys; zeros from dim on. docs/reference/algorithm.md, "8-bit products".
 struct ByteFactors {
   float centre[kMostChannels], times_k[kMostChannels], times_q[kMostChannels];
-  float unit_k;
+  float over_k;  // makes bytes of rotated keys
+  float unit_k;  // what a key's byte is worth, times that of a rotated query
 };
 // Of one query: q.k = unit * (start + sum of its bytes times those of a key) + shift.
 struct QueryFactors {
@@ -118,8 +119,10 @@ struct QueryFactors {
 struct ByteKernels {
   // low, high [kMostChannels] are widened to hold the rows; false if something is not finite.
   bool (*widen)(const RowsView& src, const int32_t* rows, int64_t count, float* low, float* high);
-  // Keys [first, first + count) into out [count, pitch]; panels are made of these bytes, four to a word.
-  void (*round_keys)(const RowsView& src, int64_t first, int64_t count, const ByteFactors& by, uint8_t* out, int64_t pitch);
+  // The largest magnitude in rotated keys; infinite if something is not finite.
+  float (*reach)(const RowsView& src, const int32_t* rows, int64_t count, const ByteFactors& by);
+  // Keys [first, first + count) into out [count, rotated_channels]; panels are made of these bytes, four to a word.
+  void (*round_keys)(const RowsView& src, int64_t first, int64_t count, const ByteFactors& by, uint8_t* out);
   // q rows into out [count, 2 stride]: bytes, and QueryFactors at byte `stride`.
   void (*pack_q)(const RowsView& src, const int32_t* rows, int64_t count, const ByteFactors& by, void* out, int64_t stride);
   // As in AttendKernels; without the shift.

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "core/numeric.h"
+#include "stages/attend.h"
 
 #define SCOPE_S8 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
 #if defined(__clang__)
@@ -61,38 +62,99 @@ SCOPE_S8 bool widen(const RowsView& src, const int32_t* rows, int64_t count, flo
   return _mm512_cmp_ps_mask(beyond, beyond, _CMP_UNORD_Q) == 0;
 }
 
-SCOPE_S8 void round_keys(const RowsView& src, int64_t first, int64_t count, const ByteFactors& by, uint8_t* out,
-                         int64_t pitch) {
-  for (int64_t i = first; i < first + count; ++i, out += pitch) {
-    const auto* row = reinterpret_cast<const uint16_t*>(src.row(i));
-    for (int64_t c = 0; c < src.dim; c += 16) {
-      const __m512 x = _mm512_sub_ps(load(row, c, src.dim), _mm512_loadu_ps(by.centre + c));
-      const __m512i byte = to_s8(_mm512_mul_ps(x, _mm512_loadu_ps(by.times_k + c)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + c),
+// Multiplies a row by the Hadamard matrix of as many channels, without its factor: neighbours in steps of 1, 2, 4, …
+template <int kParts>
+SCOPE_S8 inline void rotate(__m512 (&x)[kParts]) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  SCOPE_UNROLL for (int step = 1; step < 16; step *= 2) {
+    const __m512i other = _mm512_xor_si512(lane, _mm512_set1_epi32(step));
+    const __mmask16 upper = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(step));
+    SCOPE_UNROLL for (int v = 0; v < kParts; ++v) {
+      const __m512 y = _mm512_permutexvar_ps(other, x[v]);
+      x[v] = _mm512_mask_sub_ps(_mm512_add_ps(y, x[v]), upper, y, x[v]);
+    }
+  }
+  SCOPE_UNROLL for (int step = 1; step < kParts; step *= 2) {
+    SCOPE_UNROLL for (int v = 0; v < kParts; ++v) {
+      if ((v & step) != 0) continue;
+      const __m512 a = x[v], b = x[v + step];
+      x[v] = _mm512_add_ps(a, b), x[v + step] = _mm512_sub_ps(a, b);
+    }
+  }
+}
+
+// 0 stays 0 where a factor is infinite: its channel had nothing to be balanced by.
+SCOPE_S8 inline __m512 stretch(__m512 x, const float* times) {
+  return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), x, _mm512_loadu_ps(times));
+}
+
+template <int kParts>
+SCOPE_S8 inline void rotated_key(__m512 (&x)[kParts], const RowsView& src, int64_t i, const ByteFactors& by) {
+  const auto* row = reinterpret_cast<const uint16_t*>(src.row(i));
+  SCOPE_UNROLL for (int v = 0; v < kParts; ++v) {
+    x[v] = stretch(_mm512_sub_ps(load(row, 16 * v, src.dim), _mm512_loadu_ps(by.centre + 16 * v)), by.times_k + 16 * v);
+  }
+  rotate(x);
+}
+
+// Bits of magnitudes, as whole numbers: what is not finite is above all others.
+template <int kParts>
+SCOPE_S8 inline __m512i larger(__m512i most, const __m512 (&x)[kParts]) {
+  SCOPE_UNROLL for (int v = 0; v < kParts; ++v) most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(x[v])));
+  return most;
+}
+
+SCOPE_S8 inline float largest(__m512i most) {
+  const uint32_t bits = std::min(_mm512_reduce_max_epu32(most), 0x7f800000u);
+  float value = 0;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <int kParts>
+SCOPE_S8 float reach_of(const RowsView& src, const int32_t* rows, int64_t count, const ByteFactors& by) {
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; ++i) {
+    __m512 x[kParts];
+    rotated_key(x, src, rows[i], by);
+    most = larger(most, x);
+  }
+  return largest(most);
+}
+
+template <int kParts>
+SCOPE_S8 void round_keys_of(const RowsView& src, int64_t first, int64_t count, const ByteFactors& by, uint8_t* out) {
+  for (int64_t i = first; i < first + count; ++i, out += 16 * kParts) {
+    __m512 x[kParts];
+    rotated_key(x, src, i, by);
+    SCOPE_UNROLL for (int v = 0; v < kParts; ++v) {
+      const __m512i byte = to_s8(_mm512_mul_ps(x[v], _mm512_set1_ps(by.over_k)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * v),
                        _mm512_cvtepi32_epi8(_mm512_add_epi32(byte, _mm512_set1_epi32(kMiddle))));
     }
   }
 }
 
 // q: rows of 2 * stride bytes, of which the first half is the query's.
-SCOPE_S8 void pack_q(const RowsView& src, const int32_t* rows, int64_t count, const ByteFactors& by, void* out,
-                     int64_t stride) {
+template <int kParts>
+SCOPE_S8 void pack_q_of(const RowsView& src, const int32_t* rows, int64_t count, const ByteFactors& by, void* out,
+                        int64_t stride) {
   auto* to = static_cast<int8_t*>(out);
   for (int64_t i = 0; i < count; ++i, to += 2 * stride) {
     const auto* row = reinterpret_cast<const uint16_t*>(src.row(rows[i]));
-    __m512 high = _mm512_setzero_ps(), along = _mm512_setzero_ps();
-    for (int64_t c = 0; c < src.dim; c += 16) {
-      const __m512 x = load(row, c, src.dim);
-      along = _mm512_fmadd_ps(x, _mm512_loadu_ps(by.centre + c), along);
-      high = _mm512_max_ps(high, _mm512_abs_ps(_mm512_mul_ps(x, _mm512_loadu_ps(by.times_q + c))));
+    __m512 x[kParts], along = _mm512_setzero_ps();
+    SCOPE_UNROLL for (int v = 0; v < kParts; ++v) {
+      x[v] = load(row, 16 * v, src.dim);
+      along = _mm512_fmadd_ps(x[v], _mm512_loadu_ps(by.centre + 16 * v), along);
+      x[v] = stretch(x[v], by.times_q + 16 * v);
     }
-    const float most = _mm512_reduce_max_ps(high);
+    rotate(x);
+    const float most = largest(larger(_mm512_setzero_si512(), x));
     const float over = most > kTinyRange ? kMostByte / most : 0;
     __m512i sum = _mm512_setzero_si512();
-    for (int64_t c = 0; c < src.dim; c += 16) {
-      const __m512 x = _mm512_mul_ps(load(row, c, src.dim), _mm512_loadu_ps(by.times_q + c));
-      const __m512i byte = to_s8(_mm512_mul_ps(x, _mm512_set1_ps(over)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + c), _mm512_cvtepi32_epi8(byte));
+    SCOPE_UNROLL for (int v = 0; v < kParts; ++v) {
+      const __m512i byte = to_s8(_mm512_mul_ps(x[v], _mm512_set1_ps(over)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * v), _mm512_cvtepi32_epi8(byte));
       sum = _mm512_add_epi32(sum, byte);
     }
     const QueryFactors factors{.start = -kMiddle * _mm512_reduce_add_epi32(sum),
@@ -100,6 +162,21 @@ SCOPE_S8 void pack_q(const RowsView& src, const int32_t* rows, int64_t count, co
                                .shift = _mm512_reduce_add_ps(along)};
     std::memcpy(to + stride, &factors, sizeof factors);
   }
+}
+
+float reach(const RowsView& src, const int32_t* rows, int64_t count, const ByteFactors& by) {
+  const int64_t channels = rotated_channels(src.dim);
+  return (channels == 64 ? reach_of<4> : channels == 128 ? reach_of<8> : reach_of<16>)(src, rows, count, by);
+}
+
+void round_keys(const RowsView& src, int64_t first, int64_t count, const ByteFactors& by, uint8_t* out) {
+  const int64_t channels = rotated_channels(src.dim);
+  (channels == 64 ? round_keys_of<4> : channels == 128 ? round_keys_of<8> : round_keys_of<16>)(src, first, count, by, out);
+}
+
+void pack_q(const RowsView& src, const int32_t* rows, int64_t count, const ByteFactors& by, void* out, int64_t stride) {
+  const int64_t channels = rotated_channels(src.dim);
+  (channels == 64 ? pack_q_of<4> : channels == 128 ? pack_q_of<8> : pack_q_of<16>)(src, rows, count, by, out, stride);
 }
 
 // Sums have a type of their own: as __m512i, vectors of 8 to the compiler, GCC 12 copies and spills every one.
@@ -151,7 +228,7 @@ void dot(const void* q, int64_t q_stride, int64_t rows, const void* panels, int6
                      ceil_div(depth, int64_t{4}), s, s_stride);
 }
 
-constexpr ByteKernels kBytes = {widen, round_keys, pack_q, dot};
+constexpr ByteKernels kBytes = {widen, reach, round_keys, pack_q, dot};
 
 }  // namespace
 

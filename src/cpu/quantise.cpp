@@ -15,6 +15,20 @@ namespace {
 constexpr int64_t kParts = 16;  // of a head's queries, of those that balance channels, and of its keys
 constexpr int64_t kRows = 512;  // that are gathered or rounded at a time
 
+// Calls use(rows, count) for row(i) of i from begin to end, where that is not negative.
+template <class Row, class Use>
+void each_run(int64_t begin, int64_t end, const Row& row, const Use& use) {
+  while (begin < end) {
+    int32_t rows[kRows];
+    int64_t n = 0;
+    for (; begin < end && n < kRows; ++begin) {
+      rows[n] = row(begin);
+      n += rows[n] >= 0 ? 1 : 0;
+    }
+    use(rows, n);
+  }
+}
+
 }  // namespace
 
 // What is known of some rows.
@@ -34,31 +48,23 @@ struct Quantiser::Part {
     }
     finite &= other.finite;
   }
-  // Rows row(i) of src for i from begin to end, where that is not negative.
   template <class Row>
   void measure(const ByteKernels& kernels, const RowsView& src, int64_t begin, int64_t end, const Row& row) {
     start();
-    while (begin < end) {
-      int32_t rows[kRows];
-      int64_t n = 0;
-      for (; begin < end && n < kRows; ++begin) {
-        rows[n] = row(begin);
-        n += rows[n] >= 0 ? 1 : 0;
-      }
-      finite &= kernels.widen(src, rows, n, low, high);
-    }
+    each_run(begin, end, row, [&](const int32_t* rows, int64_t n) { finite &= kernels.widen(src, rows, n, low, high); });
   }
 };
 
-Quantiser::Quantiser(Arena& arena, int64_t k_tokens, int64_t extra, int64_t dim) : dim_(dim), pitch_(round_up(dim, kLanes)) {
+Quantiser::Quantiser(Arena& arena, int64_t k_tokens, int64_t extra, int64_t dim) : dim_(dim), pitch_(rotated_channels(dim)) {
   bytes_ = arena.take<uint8_t>((k_tokens + extra) * pitch_);
   extra_ = arena.take<uint16_t>(extra * dim);
   parts_ = arena.take<Part>(3 * kParts + 1);
+  reach_ = arena.take<float>(kParts + 1);
   factors_ = arena.take<ByteFactors>(1);
 }
 
 RowsView Quantiser::words(const uint8_t* first, int64_t rows) const {
-  return {first, DType::f32, rows, ceil_div(dim_, int64_t{4}), pitch_ / 4};
+  return {first, DType::f32, rows, pitch_ / 4, pitch_ / 4};
 }
 
 bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) const {
@@ -75,8 +81,9 @@ bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) cons
   const auto counts = [&](int64_t key) {
     return args.valid == nullptr || mask_bit(args.valid, key) || (args.keep != nullptr && mask_bit(args.keep, key));
   };
-  const bool sampled = queries >= kBalanceSample;
-  Part *all_q = parts_, *sample = parts_ + kParts, *all_k = parts_ + 2 * kParts;
+  const auto real = [&](int64_t key) { return counts(key) ? in_order(key) : -1; };
+  const bool sampled_q = queries >= kBalanceSample, sampled_k = k.tokens >= kBalanceSample;
+  Part *all_q = parts_, *sample = parts_ + kParts, *some_k = parts_ + 2 * kParts;
   exec.pool->run(3 * kParts + 1, [&](int64_t i, int) {
     const int64_t part = i % kParts;
     const auto begin = [&](int64_t rows) { return rows * part / kParts; };
@@ -84,55 +91,76 @@ bool Quantiser::run(const Exec& exec, const AttendArgs& args, int64_t head) cons
     if (i < kParts) {
       parts_[i].measure(kernels, q, begin(queries), end(queries), token);
     } else if (i < 2 * kParts) {
-      if (!sampled) return;
+      if (!sampled_q) return;
       parts_[i].measure(kernels, q, begin(queries), end(queries),
                         [&](int64_t x) { return token(x) % kBalanceEvery == 0 ? token(x) : -1; });
     } else if (i < 3 * kParts) {
-      parts_[i].measure(kernels, k, begin(k.tokens), end(k.tokens), [&](int64_t x) { return counts(x) ? in_order(x) : -1; });
+      parts_[i].measure(kernels, k, begin(k.tokens), end(k.tokens),
+                        [&](int64_t x) { return sampled_k && x % kBalanceEvery != 0 ? -1 : real(x); });
     } else {
       parts_[i].measure(kernels, extra, 0, extra.tokens, in_order);
     }
   });
   for (int64_t i = 1; i < kParts; ++i) all_q->add(all_q[i]);
-  for (int64_t i = 1; sampled && i < kParts; ++i) sample->add(sample[i]);
-  for (int64_t i = 1; i <= kParts; ++i) all_k->add(all_k[i]);
-  if (!all_q->finite || !all_k->finite) return false;
-  if (!choose_factors(sampled ? *sample : *all_q, *all_k, sampled ? all_q : nullptr)) return false;
+  for (int64_t i = 1; sampled_q && i < kParts; ++i) sample->add(sample[i]);
+  for (int64_t i = 1; i <= kParts; ++i) some_k->add(some_k[i]);
+  if (!all_q->finite || !some_k->finite || !choose_factors(sampled_q ? sample : nullptr, *all_q, *some_k, sampled_k))
+    return false;
+
+  exec.pool->run(kParts + 1, [&](int64_t i, int) {
+    const bool virtual_ones = i == kParts;
+    float& reach = reach_[i] = 0;
+    const auto use = [&](const RowsView& src, const int32_t* rows, int64_t n) {
+      reach = std::max(reach, kernels.reach(src, rows, n, *factors_));
+    };
+    if (virtual_ones) {
+      each_run(0, extra.tokens, in_order, [&](const int32_t* rows, int64_t n) { use(extra, rows, n); });
+    } else {
+      each_run(k.tokens * i / kParts, k.tokens * (i + 1) / kParts, real,
+               [&](const int32_t* rows, int64_t n) { use(k, rows, n); });
+    }
+  });
+  const float most = *std::max_element(reach_, reach_ + kParts + 1);
+  if (!std::isfinite(most)) return false;
+  factors_->over_k = most > kTinyRange ? kMostByte / most : 0;
+  // Rotating both multiplies products by the number of channels.
+  factors_->unit_k = (most > kTinyRange ? most / kMostByte : 1) / static_cast<float>(pitch_);
 
   const int64_t pieces = ceil_div(k.tokens, kRows);
   exec.pool->run(pieces + ceil_div(extra.tokens, kRows), [&](int64_t i, int) {
     const RowsView& rows = i < pieces ? k : extra;
     const int64_t first = (i < pieces ? i : i - pieces) * kRows, place = first + (i < pieces ? 0 : k.tokens);
-    kernels.round_keys(rows, first, std::min(kRows, rows.tokens - first), *factors_, bytes_ + place * pitch_, pitch_);
+    kernels.round_keys(rows, first, std::min(kRows, rows.tokens - first), *factors_, bytes_ + place * pitch_);
   });
   return true;
 }
 
 // Keys are taken off the middle of their range, which leaves the least to be rounded, and queries and keys share their
 // channels' ranges, so that one that stands out costs both the same.
-bool Quantiser::choose_factors(const Part& q, const Part& k, const Part* unseen) const {
+bool Quantiser::choose_factors(const Part* sample, const Part& all_q, const Part& k, bool sampled_k) const {
+  const Part& q = sample == nullptr ? all_q : *sample;
   *factors_ = {};
-  float reach[kMostChannels], high_q[kMostChannels], most = 0;
-  const auto counts = [&](int64_t c) { return high_q[c] > kTinyRange && reach[c] > kTinyRange; };  // others: shifts alone
-  for (int64_t c = 0; c < dim_; ++c) {
-    const float centre = 0.5f * k.low[c] + 0.5f * k.high[c];  // nothing overflows while halves are finite
-    reach[c] = std::max(k.high[c] - centre, centre - k.low[c]);
-    high_q[c] = std::max(q.high[c], -q.low[c]);
-    if (k.low[c] <= k.high[c]) factors_->centre[c] = centre;
-    if (counts(c)) most = std::max(most, std::sqrt(reach[c]) * std::sqrt(high_q[c]));
-  }
-  factors_->unit_k = most > 0 ? most / kMostByte : 1;
+  float most = 0;  // of a rotated query, at least
   bool finite = true;
   for (int64_t c = 0; c < dim_; ++c) {
-    if (!counts(c)) {
-      finite &= unseen == nullptr || reach[c] <= kTinyRange || (unseen->low[c] == 0 && unseen->high[c] == 0);
-      continue;
+    const bool any = k.low[c] <= k.high[c];
+    const float centre = any ? 0.5f * k.low[c] + 0.5f * k.high[c] : 0;  // nothing overflows while halves are finite
+    const float reach = any ? std::max(k.high[c] - centre, centre - k.low[c]) : 0;
+    const float high_q = std::max(q.high[c], -q.low[c]), highest = std::max(all_q.high[c], -all_q.low[c]);
+    float& times_q = factors_->times_q[c];
+    float& times_k = factors_->times_k[c];
+    factors_->centre[c] = centre;
+    if (high_q > kTinyRange && reach > kTinyRange) {
+      times_q = std::sqrt(reach / high_q), times_k = std::sqrt(high_q / reach);
+      finite &= std::isfinite(times_q) && std::isfinite(times_k);
+    } else if (reach > kTinyRange) {
+      finite &= sample == nullptr || highest == 0;
+    } else if (sampled_k) {
+      times_k = std::numeric_limits<float>::infinity();  // of a key that differs, which `reach` finds
     }
-    factors_->times_q[c] = std::sqrt(reach[c] / high_q[c]);
-    factors_->times_k[c] = std::sqrt(high_q[c] / reach[c]) / factors_->unit_k;
-    finite &= std::isfinite(factors_->times_q[c]) && std::isfinite(factors_->times_k[c]);
+    most += highest * times_q;
   }
-  return finite;
+  return finite && std::isfinite(most);
 }
 
 }  // namespace scope::cpu

@@ -10,8 +10,8 @@ namespace scope::cpu {
 class Quantiser {
  public:
   Quantiser(Arena& arena, int64_t k_tokens, int64_t extra, int64_t dim);
-  // False: the head holds what is not finite, a channel whose factors are not, or queries in a channel where their sample
-  // has none, and needs 16 bits.
+  // False: the head holds what is not finite, has factors that are not, or has something in a channel where the sample that
+  // balances it has nothing, and needs 16 bits.
   bool run(const Exec& exec, const AttendArgs& args, int64_t head) const;
 
   const ByteFactors& factors() const { return *factors_; }
@@ -23,13 +23,14 @@ class Quantiser {
   struct Part;
 
   RowsView words(const uint8_t* first, int64_t rows) const;
-  // unseen: all queries, where q is a sample of them.
-  bool choose_factors(const Part& q, const Part& k, const Part* unseen) const;
+  // By a sample of the queries, where it is not null, and by keys or a sample of these.
+  bool choose_factors(const Part* sample, const Part& all_q, const Part& k, bool sampled_k) const;
 
   int64_t dim_, pitch_;
   uint8_t* bytes_;   // [k_tokens + extra, pitch]
   uint16_t* extra_;  // [extra, dim] bf16
-  Part* parts_;      // [3 kParts + 1]: of the queries, of their sample, of the keys, and of the virtual ones
+  Part* parts_;      // [3 kParts + 1]: of the queries, of their sample, of the keys or their sample, and of the virtual ones
+  float* reach_;     // [kParts + 1] of rotated keys, and of the virtual ones
   ByteFactors* factors_;
 };
 

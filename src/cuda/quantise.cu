@@ -18,21 +18,23 @@ constexpr int kRun = 4;                        // rows that half a warp reads be
 constexpr int kBlockRows = 4 * kRun * kSlots;  // rows that a block rounds
 constexpr int kParts = 32;                     // of a head's tokens; sums are added up in their order
 constexpr float kTiny = 0x1p-100f;             // and below: as good as zero
+constexpr uint32_t kNotFinite = 0x7f800000;    // bits of a magnitude, and above
+constexpr float kUnseen = -0.0f;               // a factor: the sample held nothing in this channel
 constexpr float kMostByte = 127, kMostE4m3 = 448, kLeastUnit = 0x1p-100f;
 // Blocks on a multiprocessor at a time: for sm_120 the same loops are given more registers.
 #if __CUDA_ARCH__ >= 1000
-constexpr int kBlocksAtOnce = 2;
+constexpr int kBlocksAtOnce = 2, kRoundAtOnce = 2;
 #else
-constexpr int kBlocksAtOnce = 4;
+constexpr int kBlocksAtOnce = 4, kRoundAtOnce = 3;
 #endif
 
 enum class Kind { queries, keys, values };
 
-// What is known of a channel: of a part's rows (of queries perhaps a sample), then of all. Beyond: NaN where something is
-// not finite.
+// What is known of a channel: of a part's rows (of queries and keys perhaps a sample), then of all. Beyond: NaN where
+// something is not finite.
 enum Extreme { kHighQ, kBeyondQ, kLowK, kHighK, kBeyondK, kLowV, kHighV, kBeyondV, kSumV, kCountV, kExtremes };
 // What follows.
-enum Factor { kTimesQ, kCentreK, kTimesK, kCentreV, kTimesV, kUnitV, kUnitK, kFactors };  // kUnitK: the same in all
+enum Factor { kTimesQ, kCentreK, kTimesK, kCentreV, kTimesV, kUnitV, kFactors };
 
 struct Rows {
   HeadRows<const uint16_t> real;
@@ -45,8 +47,8 @@ struct Rows {
 };
 
 struct Source {
-  int dim;
-  bool values;  // are rounded too
+  int dim, channels;  // channels: of rotated rows
+  bool values;        // are rounded too
   HeadRows<const uint16_t> q;
   int64_t q_tokens, groups;
   PerHead<const int32_t> order;
@@ -57,7 +59,8 @@ struct Source {
   // Queries that attend to something, and the i-th of them.
   __device__ int64_t queries(int64_t head) const { return offsets ? offsets[head][groups] : q_tokens; }
   __device__ const uint16_t* query(int64_t head, int64_t i) const { return q.row(head, order ? order[head][i] : i); }
-  __device__ bool is_sampled(int64_t head) const { return queries(head) >= kBalanceSample; }
+  __device__ bool samples_queries(int64_t head) const { return queries(head) >= kBalanceSample; }
+  __device__ bool samples_keys() const { return k.count >= kBalanceSample; }
   __device__ bool counts(uint32_t key) const {
     if (valid == nullptr) return true;
     const uint32_t word = keep == nullptr ? valid[key / 32] : valid[key / 32] | keep[key / 32];
@@ -156,7 +159,7 @@ __device__ void measure_rows(const Source& in, int64_t head, int64_t part, float
   };
   const auto any = [](uint32_t) { return true; };
   if constexpr (queries) {
-    const int64_t count = in.queries(head), every = in.is_sampled(head) ? kBalanceEvery : 1;
+    const int64_t count = in.queries(head), every = in.samples_queries(head) ? kBalanceEvery : 1;
     if (count < in.q_tokens) {
       scan(
           count, [&](uint32_t i) { return in.query(head, i); },
@@ -166,8 +169,9 @@ __device__ void measure_rows(const Source& in, int64_t head, int64_t part, float
     }
   } else {
     const Rows& from = kKind == Kind::keys ? in.k : in.v;
-    scan(
-        from.count, [&](uint32_t i) { return from.real.row(head, i); }, [&](uint32_t i) { return in.counts(i); });
+    const uint32_t every = kKind == Kind::keys && in.samples_keys() ? kBalanceEvery : 1;
+    scan((from.count + every - 1) / every, [&](uint32_t i) { return from.real.row(head, i * every); },
+         [&](uint32_t i) { return in.counts(i * every); });
     scan(
         from.extra_count, [&](uint32_t i) { return from.row(head, from.count + i, in.dim); }, any);
   }
@@ -222,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) measure_channels(Sour
 // A block for each head, a thread for each channel. Keys are taken off the middle of their range, which leaves the least to
 // be rounded, and queries and keys share their channels' ranges, so that one that stands out costs both the same.
 __global__ void __launch_bounds__(kChannels)
-    choose_factors(Source in, const float* parts, float* channels, uint32_t* beyond) {
+    choose_factors(Source in, const float* parts, float* channels, uint32_t* most, uint32_t* beyond) {
   const int64_t head = blockIdx.x;
   const int c = static_cast<int>(threadIdx.x);
   float found[kExtremes] = {};
@@ -238,51 +242,103 @@ __global__ void __launch_bounds__(kChannels)
     for (int part = 1; part < kParts; ++part) found[which] = merge(which, found[which], each[part]);
   }
   // Sums, so that nothing overflows while halves are finite.
-  const float centre = 0.5f * found[kLowK] + 0.5f * found[kHighK];
-  const float reach = fmaxf(found[kHighK] - centre, centre - found[kLowK]);
+  const bool any_key = found[kLowK] <= found[kHighK];
+  const float centre = any_key ? 0.5f * found[kLowK] + 0.5f * found[kHighK] : 0;
+  const float reach = any_key ? fmaxf(found[kHighK] - centre, centre - found[kLowK]) : 0;
   const bool counts = found[kHighQ] > kTiny && reach > kTiny;  // a channel of zeros, or of one value, gives shifts alone
-  // Queries that were not measured may not be zero: they become infinite, and round_queries finds them.
-  const bool unseen = in.is_sampled(head) && found[kHighQ] <= kTiny && reach > kTiny;
-  const float even = counts ? sqrtf(reach) * sqrtf(found[kHighQ]) : 0;
-
-  __shared__ float most[kChannels];
-  most[c] = even;
-  __syncthreads();
-  for (int half = kChannels / 2; half > 0; half /= 2) {
-    if (c < half) most[c] = fmaxf(most[c], most[c + half]);
-    __syncthreads();
-  }
-  const float unit = most[0] > 0 ? most[0] / kMostByte : 1;
+  // Queries or keys that were not measured may differ from those that were: who reads them all finds them.
+  const bool unseen_q = in.samples_queries(head) && found[kHighQ] <= kTiny && reach > kTiny;
+  const bool unseen_k = c < in.dim && in.samples_keys() && reach <= kTiny;
   const float mean = found[kCountV] > 0 ? found[kSumV] / found[kCountV] : 0;
   const float far = fmaxf(found[kHighV] - mean, mean - found[kLowV]);
   const bool spread = far > kTiny;
 
   float* to = channels + head * kFactors * kChannels + c;
-  const float times_q = counts ? sqrtf(reach / found[kHighQ]) : 0,
-              times_k = counts ? sqrtf(found[kHighQ] / reach) / unit : 0;
-  to[kTimesQ * kChannels] = unseen ? kInfinity : times_q;
-  to[kCentreK * kChannels] = found[kLowK] <= found[kHighK] ? centre : 0;
-  to[kTimesK * kChannels] = times_k;
-  to[kUnitK * kChannels] = unit;
+  const float times_q = counts ? sqrtf(reach / found[kHighQ]) : 0, times_k = counts ? sqrtf(found[kHighQ] / reach) : 0;
+  to[kTimesQ * kChannels] = unseen_q ? kUnseen : times_q;
+  to[kCentreK * kChannels] = centre;
+  to[kTimesK * kChannels] = unseen_k ? kUnseen : times_k;
   to[kCentreV * kChannels] = mean;
   to[kTimesV * kChannels] = spread ? kMostE4m3 / far : 0;
   to[kUnitV * kChannels] = spread ? far / kMostE4m3 : 0;
   const bool mine = isnan(found[kBeyondQ] + found[kBeyondK] + found[kBeyondV]) || !isfinite(times_q) || !isfinite(times_k);
   const bool any = __syncthreads_or(mine ? 1 : 0) != 0;
-  if (c == 0) beyond[head] = any ? 1 : 0;
+  if (c == 0) most[head] = 0, beyond[head] = any ? 1 : 0;
 }
 
-// To the nearest whole numbers from -127 to 127: what lies beyond, which no key that counts does, saturates. Of such numbers
-// plus kWhole the lowest bytes are what is asked for.
+// This lane's channels of a head's factor.
+__device__ void read_factor(float (&x)[kEach], const float* channels, int64_t head, Factor which) {
+  const float* from = channels + (head * kFactors + which) * kChannels + kEach * (threadIdx.x % kLanes);
+#pragma unroll
+  for (int i = 0; i < kEach; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+  }
+}
+
+// A row's part times its factors. What the sample held nothing of becomes NaN, by which the head is found to need 16 bits.
+struct Balance {
+  float times[kEach];
+  bool any_unseen = false;
+
+  __device__ Balance(const float* channels, int64_t head, Factor which) {
+    read_factor(times, channels, head, which);
+#pragma unroll
+    for (int c = 0; c < kEach; ++c) any_unseen |= is_unseen(c);
+  }
+  __device__ bool is_unseen(int c) const { return __float_as_uint(times[c]) == __float_as_uint(kUnseen); }
+  __device__ void apply(float (&x)[kEach]) const {
+    if (any_unseen) {
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) x[c] = is_unseen(c) && x[c] != 0 ? kInfinity : x[c];
+    }
+#pragma unroll
+    for (int c = 0; c < kEach; ++c) x[c] = __fmul_rn(x[c], times[c]);
+  }
+};
+
+// Multiplies a row by the Hadamard matrix of `channels`, without its factor. In steps between lanes each keeps half of its
+// values and sends half. So results lie in an order of their own, and some have the other sign: the same in queries and
+// keys.
+__device__ void rotate(float (&x)[kEach], int channels) {
+#pragma unroll
+  for (int step = 1; step < kEach; step *= 2) {
+#pragma unroll
+    for (int c = 0; c < kEach; ++c) {
+      if ((c & step) != 0) continue;
+      const float a = x[c], b = x[c + step];
+      x[c] = a + b, x[c + step] = a - b;
+    }
+  }
+  const auto exchange = [&](int step) {
+    const bool upper = (threadIdx.x & step) != 0;
+#pragma unroll
+    for (int c = 0; c < kEach / 2; ++c) {
+      const float keeps = upper ? x[c + kEach / 2] : x[c];
+      const float gets = __shfl_xor_sync(~0u, upper ? x[c] : x[c + kEach / 2], step);
+      x[c] = keeps + gets, x[c + kEach / 2] = keeps - gets;
+    }
+  };
+#pragma unroll
+  for (int step = 1; step < kLanes / 2; step *= 2) exchange(step);
+  if (channels == kChannels) exchange(kLanes / 2);
+}
+
+// The bits of the largest magnitude: as whole numbers, what is not finite is above all others.
+__device__ uint32_t largest(uint32_t most, const float (&x)[kEach]) {
+#pragma unroll
+  for (int c = 0; c < kEach; ++c) most = max(most, __float_as_uint(fabsf(x[c])));
+  return most;
+}
+
+// To the nearest whole numbers, of which the lowest bytes remain: only keys that do not count lie beyond -127 to 127.
 __device__ uint2 to_s8(const float (&x)[kEach]) {
   uint32_t words[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t whole[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      whole[c] = __float_as_uint(__fadd_rn(fminf(fmaxf(x[4 * i + c], -kMostByte), kMostByte), kWhole));
-    }
+    for (int c = 0; c < 4; ++c) whole[c] = __float_as_uint(__fadd_rn(x[4 * i + c], kWhole));
     words[i] = __byte_perm(__byte_perm(whole[0], whole[1], 0x0040), __byte_perm(whole[2], whole[3], 0x0040), 0x5410);
   }
   return {words[0], words[1]};
@@ -300,6 +356,7 @@ struct Bytes {
   int pitch;
   uint8_t *q, *k, *v;
   float *unit, *shift;
+  uint32_t* most;  // [heads] bits of the largest magnitude in the rotated keys
   uint32_t* beyond;
 
   // This lane's part of a row.
@@ -309,79 +366,64 @@ struct Bytes {
   }
 };
 
-// This lane's channels of a head's factor.
-__device__ void read_factor(float (&x)[kEach], const float* channels, int64_t head, Factor which) {
-  const float* from = channels + (head * kFactors + which) * kChannels + kEach * (threadIdx.x % kLanes);
+// Merged over half a warp.
+template <class T, class Merge>
+__device__ T merge_half(T x, const Merge& merge) {
 #pragma unroll
-  for (int i = 0; i < kEach; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(from + i);
-    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-  }
-}
-
-// Four rows' values, merged over half a warp: its lanes 4 r to 4 r + 3 get those of row r.
-template <class Merge>
-__device__ float merge_four(const float (&x)[4], const Merge& merge) {
-  const auto swap = [&](float low, float high, int step) {  // lanes with this bit keep the high one
-    const bool keeps_high = (threadIdx.x & step) != 0;
-    return merge(keeps_high ? high : low, __shfl_xor_sync(~0u, keeps_high ? low : high, step));
-  };
-  float all = swap(swap(x[0], x[2], 8), swap(x[1], x[3], 8), 4);
-  for (int step = 2; step > 0; step /= 2) all = merge(all, __shfl_xor_sync(~0u, all, step));
-  return all;
+  for (int step = kLanes / 2; step > 0; step /= 2) x = merge(x, __shfl_xor_sync(~0u, x, step));
+  return x;
 }
 
 // The kernels below: half a warp for each run of rows, a block for kBlockRows.
 
 template <DType kType>
 __device__ void round_queries(const Source& in, int64_t head, int64_t block, const float* channels, const Bytes& to) {
-  static_assert(kRun == 4 && kLanes == 16);
   const int lane = threadIdx.x % kLanes;
   const int64_t start = block * kBlockRows, place = head * in.q_tokens + start;
   const int count = static_cast<int>(min(in.queries(head) - start, int64_t{kBlockRows}));
-  const float k_unit = channels[(head * kFactors + kUnitK) * kChannels];
-  float times[kEach], centre[kEach];
-  read_factor(times, channels, head, kTimesQ);
+  const uint32_t most_k = to.most[head];
+  if (most_k >= kNotFinite) to.beyond[head] = 1;
+  // Of a byte in both. Rotating both multiplies products by the number of channels.
+  const float high_k = __uint_as_float(most_k);
+  const float unit = (high_k > kTiny ? high_k : kMostByte) / (kMostByte * kMostByte * static_cast<float>(in.channels));
+  const Balance balance(channels, head, kTimesQ);
+  float centre[kEach];
   read_factor(centre, channels, head, kCentreK);
   for (int turn = 0; turn < count; turn += kRun * kSlots) {
     const int first = turn + static_cast<int>(threadIdx.x) / kLanes * kRun;
     uint4 run[kRun];
-    float x[kEach], high[kRun], along[kRun];
 #pragma unroll
     for (int r = 0; r < kRun; ++r) run[r] = load(in.query(head, start + min(first + r, count - 1)), in.dim);
 #pragma unroll
     for (int r = 0; r < kRun; ++r) {
+      float x[kEach], along = 0;
       unpack_row<kType>(x, run[r]);
-      high[r] = along[r] = 0;
 #pragma unroll
-      for (int c = 0; c < kEach; ++c) {
-        along[r] = fmaf(x[c], centre[c], along[r]);
-        high[r] = fmaxf(high[r], fabsf(x[c] * times[c]));
+      for (int c = 0; c < kEach; ++c) along = fmaf(x[c], centre[c], along);
+      balance.apply(x);
+      rotate(x, in.channels);
+      const uint32_t most = merge_half(largest(0, x), [](uint32_t a, uint32_t b) { return max(a, b); });
+      const float shift = merge_half(along, [](float a, float b) { return a + b; });
+      const float high = __uint_as_float(most), over = high > kTiny ? kMostByte / high : 0;
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) x[c] *= over;
+      if (first + r < count) {
+        const int64_t at = place + first + r;
+        to.write(to.q + at * to.pitch, to_s8(x));
+        if (lane == 0) {
+          to.unit[at] = fmaxf((high > kTiny ? high : kMostByte) * unit, kLeastUnit);  // biases are divided by it
+          to.shift[at] = shift;
+          if (most >= kNotFinite || !isfinite(shift)) to.beyond[head] = 1;
+        }
       }
-    }
-    const float most = merge_four(high, [](float a, float b) { return fmaxf(a, b); });
-    const float shift = merge_four(along, [](float a, float b) { return a + b; });
-    const float over = most > kTiny ? kMostByte / most : 0;
-    if (lane % 4 == 0 && first + lane / 4 < count) {
-      const int64_t at = place + first + lane / 4;
-      to.unit[at] = fmaxf((most > kTiny ? most / kMostByte : 1) * k_unit, kLeastUnit);  // biases are divided by it
-      to.shift[at] = shift;
-      if (!isfinite(most) || !isfinite(shift)) to.beyond[head] = 1;
-    }
-#pragma unroll
-    for (int r = 0; r < kRun; ++r) {
-      const float row_over = __shfl_sync(~0u, over, 4 * r, kLanes);
-      unpack_row<kType>(x, run[r]);
-#pragma unroll
-      for (int c = 0; c < kEach; ++c) x[c] = x[c] * times[c] * row_over;
-      if (first + r < count) to.write(to.q + (place + first + r) * to.pitch, to_s8(x));
     }
   }
 }
 
-// Keys or values; the blocks of the extra rows follow those of the real ones.
-template <DType kType, Kind kKind>
-__device__ void round_rows(const Source& in, int64_t head, int64_t block, const float* channels, const Bytes& to) {
+// The blocks of the extra rows follow those of the real ones. Calls use(row, whether it is one, x) for this lane's part of
+// each row, scaled and of keys rotated; half warps call it together.
+template <DType kType, Kind kKind, class Use>
+__device__ void each_row(const Source& in, int64_t head, int64_t block, const float* channels, const Use& use) {
   constexpr bool keys = kKind == Kind::keys;
   const Rows& rows = keys ? in.k : in.v;
   const int64_t real_blocks = (rows.count + kBlockRows - 1) / kBlockRows;
@@ -390,9 +432,8 @@ __device__ void round_rows(const Source& in, int64_t head, int64_t block, const 
   const int count = static_cast<int>(min((extra ? rows.extra_count : rows.count) - start, int64_t{kBlockRows}));
   const int64_t place = (extra ? rows.count : 0) + start, step = extra ? in.dim : rows.real.row_step;
   const uint16_t* from = rows.row(head, place, in.dim);
-  uint8_t* bytes = (keys ? to.k : to.v) + (head * in.keys() + place) * to.pitch;
-  float times[kEach], centre[kEach];
-  read_factor(times, channels, head, keys ? kTimesK : kTimesV);
+  const Balance balance(channels, head, keys ? kTimesK : kTimesV);
+  float centre[kEach];
   read_factor(centre, channels, head, keys ? kCentreK : kCentreV);
   for (int turn = 0; turn < count; turn += kRun * kSlots) {
     const int first = turn + static_cast<int>(threadIdx.x) / kLanes * kRun;
@@ -404,15 +445,45 @@ __device__ void round_rows(const Source& in, int64_t head, int64_t block, const 
       float x[kEach];
       unpack_row<kType>(x, run[r]);
 #pragma unroll
-      for (int c = 0; c < kEach; ++c) x[c] = (x[c] - centre[c]) * times[c];
-      if (first + r < count) to.write(bytes + (first + r) * to.pitch, keys ? to_s8(x) : to_e4m3(x));
+      for (int c = 0; c < kEach; ++c) x[c] -= centre[c];
+      balance.apply(x);
+      if constexpr (keys) rotate(x, in.channels);
+      use(place + first + r, first + r < count, x);
     }
   }
 }
 
-// The blocks of every head's queries come first, then those of its keys and its values.
+// The largest magnitude in every head's rotated keys. A maximum does not depend on the order.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
+    measure_keys(Source in, int64_t key_blocks, const float* channels, uint32_t* most) {
+  const int64_t head = blockIdx.x / key_blocks;
+  uint32_t mine = 0;
+  each_row<kType, Kind::keys>(in, head, blockIdx.x % key_blocks, channels,
+                              [&](int64_t row, bool real, const float(&x)[kEach]) {
+                                if (real && (row >= in.k.count || in.counts(row))) mine = largest(mine, x);
+                              });
+  mine = __reduce_max_sync(~0u, mine);
+  if (threadIdx.x % 32 == 0 && mine > 0) atomicMax(most + head, mine);
+}
+
+template <DType kType, Kind kKind>
+__device__ void round_rows(const Source& in, int64_t head, int64_t block, const float* channels, const Bytes& to) {
+  constexpr bool keys = kKind == Kind::keys;
+  uint8_t* bytes = (keys ? to.k : to.v) + head * in.keys() * to.pitch;
+  const float high = keys ? __uint_as_float(to.most[head]) : 0, over = high > kTiny ? kMostByte / high : 0;
+  each_row<kType, kKind>(in, head, block, channels, [&](int64_t row, bool real, float(&x)[kEach]) {
+    if constexpr (keys) {
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) x[c] *= over;
+    }
+    if (real) to.write(bytes + row * to.pitch, keys ? to_s8(x) : to_e4m3(x));
+  });
+}
+
+// The blocks of every head's queries come first, then those of its keys and its values.
+template <DType kType>
+__global__ void __launch_bounds__(kThreads, kRoundAtOnce)
     round_all(Source in, int64_t heads, int64_t query_blocks, int64_t key_blocks, const float* channels, Bytes to) {
   int64_t block = blockIdx.x;
   if (block < heads * query_blocks) {
@@ -430,9 +501,11 @@ template <DType kType>
 void quantise(const Exec& exec, const Source& in, int64_t heads, float* parts, float* channels, const Bytes& to) {
   const int kinds = in.values ? 3 : 2;
   launch(exec, "measure_channels", measure_channels<kType>, kinds * heads * kParts, kThreads, 0, in, heads, parts);
-  launch(exec, "choose_factors", choose_factors, heads, kChannels, 0, in, parts, channels, to.beyond);
+  launch(exec, "choose_factors", choose_factors, heads, kChannels, 0, in, parts, channels, to.most, to.beyond);
   const int64_t query_blocks = ceil_div(in.q_tokens, kBlockRows);
   const int64_t key_blocks = ceil_div(in.k.count, kBlockRows) + ceil_div(in.k.extra_count, kBlockRows);
+  if (key_blocks > 0)
+    launch(exec, "measure_keys", measure_keys<kType>, heads * key_blocks, kThreads, 0, in, key_blocks, channels, to.most);
   launch(exec, "round_all", round_all<kType>, heads * (query_blocks + (kinds - 1) * key_blocks), kThreads, 0, in, heads,
          query_blocks, key_blocks, channels, to);
 }
@@ -440,7 +513,7 @@ void quantise(const Exec& exec, const Source& in, int64_t heads, float* parts, f
 }  // namespace
 
 Quantiser::Quantiser(Arena& arena, Products products, int64_t heads, int64_t q_tokens, int64_t k_rows, int64_t dim)
-    : products_(products), pitch_(dim <= 64 ? 64 : kChannels) {
+    : products_(products), pitch_(rotated_channels(dim)) {
   q_ = arena.take<uint8_t>(heads * q_tokens * pitch_);
   k_ = arena.take<uint8_t>(heads * k_rows * pitch_);
   v_ = products == Products::qkv8 ? arena.take<uint8_t>(heads * k_rows * pitch_) : nullptr;
@@ -448,12 +521,14 @@ Quantiser::Quantiser(Arena& arena, Products products, int64_t heads, int64_t q_t
   q_shift_ = arena.take<float>(heads * q_tokens);
   parts_ = arena.take<float>(heads * kParts * kExtremes * kChannels);
   channels_ = arena.take<float>(heads * kFactors * kChannels);
+  most_ = arena.take<uint32_t>(heads);
   beyond_ = arena.take<uint32_t>(heads);
 }
 
 EightBits Quantiser::run(const Exec& exec, const AttendArgs& args, const uint16_t* extra_k, const uint16_t* extra_v) const {
   const int64_t extra = args.extra.count, keys = args.k.tokens + extra;
   const Source in{.dim = static_cast<int>(args.q.dim),
+                  .channels = static_cast<int>(pitch_),
                   .values = products_ == Products::qkv8,
                   .q = head_rows(args.q),
                   .q_tokens = args.q.tokens,
@@ -465,7 +540,7 @@ EightBits Quantiser::run(const Exec& exec, const AttendArgs& args, const uint16_
                   .valid = args.valid,
                   .keep = args.keep};
   const auto work = args.q.dtype == DType::bf16 ? quantise<DType::bf16> : quantise<DType::f16>;
-  work(exec, in, args.heads, parts_, channels_, {static_cast<int>(pitch_), q_, k_, v_, q_unit_, q_shift_, beyond_});
+  work(exec, in, args.heads, parts_, channels_, {static_cast<int>(pitch_), q_, k_, v_, q_unit_, q_shift_, most_, beyond_});
   return {.q = {q_, args.q.tokens * pitch_, pitch_},
           .k = {k_, keys * pitch_, pitch_},
           .v = {v_, keys * pitch_, pitch_},

@@ -10,9 +10,11 @@ namespace scope {
 // What attend multiplies. bf16: the inputs as they are; qk8: queries and keys in 8 bits; qkv8: probabilities and values too.
 enum class Products : int { bf16, qk8, qkv8 };
 
-// 8-bit products: where a head has at least so many attending queries, channels are balanced by those whose token is a
-// multiple of kBalanceEvery.
+// 8-bit products: where a head has at least so many attending queries, or keys, channels are balanced by those whose token
+// is a multiple of kBalanceEvery.
 inline constexpr int64_t kBalanceSample = 4096, kBalanceEvery = 8;
+// Channels of rounded queries and keys: zeros are appended, so that a Hadamard matrix can rotate them.
+inline constexpr int64_t rotated_channels(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
 
 // softmax(scale q k^T + bias) v over the keys of mask OR keep. A query with no key gets zeros and LSE -inf.
 // Dense attention is one group with a full row, and a null mask stands for it. A non-finite value reaches only the rows that
