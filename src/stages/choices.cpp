@@ -235,7 +235,8 @@ constexpr ProductsRow kProducts[] = {
     {.choice = Products::bf16, .name = "bf16", .help = "the inputs as they are, whatever their type"},
     {.choice = Products::qk8,
      .name = "qk8",
-     .help = "queries and keys in 8 bits (CUDA; on the CPU bf16 inputs and AVX-512 with BF16 and VNNI)"},
+     .help = "queries and keys in 8 bits (CUDA; on the CPU bf16 inputs and AVX-512 with BF16 and VNNI); for heads of 64 "
+             "channels an H200 is no faster with it"},
     {.choice = Products::qkv8, .name = "qkv8", .help = "probabilities and values in 8 bits too (CUDA's wgmma kernel)"},
 };
 

@@ -631,10 +631,19 @@ def test_careful_default():
         assert receipt.density == pytest.approx(density, abs=0.02) if density else receipt.density > 0.3
 
 
+def test_idle_products():
+    """8-bit products that gain nothing are named in the receipt: those of narrow heads."""
+    from scope_attn.hosts.session import Session
+    for dim, products, idle in ((64, "qk8", True), (64, "qkv8", True), (64, "bf16", False), (128, "qk8", False)):
+        receipt = Session(family="wan", layers=30, heads=12, dim=dim, rope=None, settings=dict(products=products)).begin(4).receipt
+        assert (f"products={products}: for heads of 64 channels" in str(receipt)) == idle == receipt.to_dict()["idle_products"]
+
+
 def receipt_of(*calls):
     """Of (dense or not, began, clustered, ended)."""
     from scope_attn._receipt import Call, Receipt
-    receipt = Receipt(method="scope-mean", model="wan2.1-t2v-14b", settings={}, careful=False, ranks=1, steps=2)
+    receipt = Receipt(method="scope-mean", model="wan2.1-t2v-14b", settings={}, careful=False, idle_products=False, ranks=1,
+                      steps=2)
     stats = type("Stats", (), dict(density=0.2, warm=True))
     receipt.calls = [Call("transformer", 0, 0, "cond", "dense" if dense else "", None if dense else stats, times)
                      for dense, *times in calls]

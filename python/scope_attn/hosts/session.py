@@ -112,6 +112,7 @@ class Session(Handle):
         self.texts = tuple(f"{name}={text_of(value)}" for name, value in given.items())
         self.settings = {name.rstrip("?"): value for name, value in given.items()}
         chosen = {**defaults, **self.settings}
+        self.idle_products = dim <= 64 and chosen["products"] != "bf16"
         if without_codes and (chosen["proxy"], chosen["partition"]) == ("codes", "rope") and method != "dense":
             raise ValueError(f'method: got "{method}", which codes keys along time, height and width; {without_codes}; choose '
                              "scope-mean, fast or quality")
@@ -199,7 +200,8 @@ class Video(Handle):
             self.selected = Selected(session.selector)
         self.receipt = Receipt(**{**dict(
             method=session.shown, model=session.model, why_model=session.why_model, rope=session.rope, settings=dict(session.settings),
-            careful=session.careful, min_tokens=session.min_tokens, steps=steps, ranks=1, rank=0, rho_of_each_rank=False), **about})
+            careful=session.careful, idle_products=session.idle_products, min_tokens=session.min_tokens, steps=steps, ranks=1, rank=0,
+            rho_of_each_rank=False), **about})
 
     def turn(self, *key: Any) -> int:
         """How often this was asked before in the current step, for hosts that do not name branches."""
