@@ -60,7 +60,7 @@ struct Settings {
   Tail tail = Tail::none;
   double tail_weight = 0.75;                // of what tails mean and means mix in
   int64_t tail_parts = 8, tail_stride = 8;  // of tail means, as the next
-  double tail_follow = 0.3;
+  double tail_follow = 0.4;
   int64_t dense_layers = 1;
   double dense_steps = 0.2;
   double dense_last_steps = 0;
