@@ -34,6 +34,10 @@ struct Limits {
   // loses one tile of 64 keys of N loses 64 / N of the mass and moves the means by sqrt(64 / N) of that root: at N = 4,097,
   // the longest case, by 1/64 and 1/8, three and four times what any backend is allowed.
   double tail_mass, tail_mean;
+  // Error of a query's squared distance to the centroid c of a part, relative to the sum of (|x - c| + |x| / 4) |c|. CUDA
+  // has each channel of c as a sum of two 16-bit numbers, which leaves 2^-16 of it at most: 2^-15 |x - c| |c| of the
+  // distance. Its sums of products err by 2^-18 of |x| |c| at most, twice in the distance.
+  double split;
   double mean;  // error of a centroid, relative to max(1, its size)
   double lse;   // error of a log-sum-exp, relative to 1 + its size
   // Of whole calls.

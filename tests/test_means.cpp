@@ -36,14 +36,27 @@ struct Parts64 {
     }
   }
 
- private:
+  double distance(const std::vector<double>& x, int64_t part) const {
+    const auto& centroid = centroids[static_cast<size_t>(part)];
+    double sum = 0;
+    for (size_t c = 0; c < x.size(); ++c) sum += (x[c] - centroid[c]) * (x[c] - centroid[c]);
+    return sum;
+  }
+  // By which the backend may err in that: see Limits.
+  double error(const std::vector<double>& x, int64_t part) const {
+    const auto& centroid = centroids[static_cast<size_t>(part)];
+    double sum = 0;
+    for (size_t c = 0; c < x.size(); ++c) {
+      sum += (std::abs(x[c] - centroid[c]) + std::abs(x[c]) / 4) * std::abs(centroid[c]);
+    }
+    return limits().split * sum;
+  }
   int64_t nearest(const std::vector<double>& x) const {
     double least = kInf;
     int64_t best = 0;
-    for (size_t u = 0; u < centroids.size(); ++u) {
-      double distance = 0;
-      for (size_t c = 0; c < x.size(); ++c) distance += (x[c] - centroids[u][c]) * (x[c] - centroids[u][c]);
-      if (distance < least * (1 - 1e-9)) least = distance, best = static_cast<int64_t>(u);
+    for (int64_t u = 0; u < std::ssize(centroids); ++u) {
+      const double here = distance(x, u);
+      if (here < least * (1 - 1e-9)) least = here, best = u;
     }
     return best;
   }
@@ -96,48 +109,87 @@ struct SplitProblem {
   }
 };
 
-void expect_split(const Exec& exec, const SplitProblem& problem, int rounds, bool warm) {
-  const int64_t rows = problem.groups * problem.parts, dim = problem.q.view().dim, tokens = problem.q.view().tokens;
-  Guarded<float> centroids(rows * dim);
-  Guarded<int32_t> sizes(rows), labels(tokens);
-  if (warm) std::copy(problem.start.begin(), problem.start.end(), centroids.data());
-  SplitArgs args{.q = problem.q.view(),
-                 .groups = problem.groups,
-                 .parts = problem.parts,
-                 .order = problem.order.data(),
-                 .offsets = problem.offsets.data(),
-                 .rounds = rounds,
-                 .warm = warm,
-                 .centroids = centroids.data(),
-                 .sizes = sizes.data(),
-                 .labels = labels.data()};
-  GuardedScratch scratch(backend().split_scratch(exec, sizes_of(args)));
-  args.scratch = scratch_of(scratch);
-  run_split(exec, std::span(&args, 1));
-  std::vector<int32_t> expected(static_cast<size_t>(tokens), -1);
+struct SplitOutput {
+  Guarded<float> centroids;
+  Guarded<int32_t> sizes, labels;
+
+  // start: centroids; none: a cold start.
+  SplitOutput(const Exec& exec, const SplitProblem& problem, int rounds, const std::vector<float>& start)
+      : centroids(problem.groups * problem.parts * problem.q.view().dim),
+        sizes(problem.groups * problem.parts),
+        labels(problem.q.view().tokens) {
+    std::copy(start.begin(), start.end(), centroids.data());
+    SplitArgs args{.q = problem.q.view(),
+                   .groups = problem.groups,
+                   .parts = problem.parts,
+                   .order = problem.order.data(),
+                   .offsets = problem.offsets.data(),
+                   .rounds = rounds,
+                   .warm = !start.empty(),
+                   .centroids = centroids.data(),
+                   .sizes = sizes.data(),
+                   .labels = labels.data()};
+    GuardedScratch scratch(backend().split_scratch(exec, sizes_of(args)));
+    args.scratch = scratch_of(scratch);
+    run_split(exec, std::span(&args, 1));
+  }
+  std::vector<uint8_t> all() const { return joined_bytes(centroids, sizes, labels); }
+};
+
+// One round from `start`. A query has the nearest part, or one that is farther by no more than the backend may err.
+void expect_round(const SplitProblem& problem, const std::vector<float>& start, const SplitOutput& found) {
+  const int64_t dim = problem.q.view().dim;
+  std::vector<bool> grouped(static_cast<size_t>(problem.q.view().tokens));
   for (int64_t c = 0; c < problem.groups; ++c) {
-    std::vector<std::vector<double>> start;
-    for (int64_t u = 0; u < problem.parts; ++u) {
-      const float* row = problem.start.data() + (c * problem.parts + u) * dim;
-      start.emplace_back(row, row + dim);
+    std::vector<std::vector<double>> from;
+    for (int64_t u = 0; u < problem.parts && !start.empty(); ++u) {
+      const float* row = start.data() + (c * problem.parts + u) * dim;
+      from.emplace_back(row, row + dim);
     }
     const auto members = problem.members(c);
-    const Parts64 parts(members, problem.parts, rounds, warm ? &start : nullptr);
+    Parts64 parts(members, problem.parts, 0, start.empty() ? nullptr : &from);
+    for (size_t i = 0; i < members.size(); ++i) {
+      const int32_t token = problem.order[static_cast<size_t>(problem.offsets[static_cast<size_t>(c)]) + i];
+      grouped[static_cast<size_t>(token)] = true;
+      const int64_t part = found.labels[token] - c * problem.parts, nearest = parts.nearest(members[i]);
+      ASSERT_TRUE(part >= 0 && part < problem.parts) << "token " << token;
+      parts.part_of[i] = part;
+      if (part == nearest) continue;
+      const double least = parts.distance(members[i], nearest), further = parts.distance(members[i], part) - least;
+      ASSERT_GT(further, 1e-9 * least) << "token " << token << ": a tie goes to part " << nearest << ", not " << part;
+      ASSERT_LE(further, parts.error(members[i], part) + parts.error(members[i], nearest)) << "token " << token;
+    }
+    parts.update(members);
     for (int64_t u = 0; u < problem.parts; ++u) {
       const int64_t at = c * problem.parts + u;
-      ASSERT_EQ(sizes[at], std::count(parts.part_of.begin(), parts.part_of.end(), u)) << "group " << c << " part " << u;
+      ASSERT_EQ(found.sizes[at], std::count(parts.part_of.begin(), parts.part_of.end(), u))
+          << "group " << c << " part " << u;
       for (int64_t k = 0; k < dim; ++k) {
-        const double mean = members.empty() && !warm ? 0 : parts.centroids[static_cast<size_t>(u)][static_cast<size_t>(k)];
-        ASSERT_NEAR(centroids[at * dim + k], mean, 1e-5) << "group " << c << " part " << u << " channel " << k;
+        const bool none = members.empty() && start.empty();
+        const double mean = none ? 0 : parts.centroids[static_cast<size_t>(u)][static_cast<size_t>(k)];
+        ASSERT_NEAR(found.centroids[at * dim + k], mean, 1e-5) << "group " << c << " part " << u << " channel " << k;
       }
     }
-    for (size_t i = 0; i < members.size(); ++i) {
-      const auto token =
-          static_cast<size_t>(problem.order[static_cast<size_t>(problem.offsets[static_cast<size_t>(c)]) + i]);
-      expected[token] = static_cast<int32_t>(c * problem.parts + parts.part_of[i]);
-    }
   }
-  for (int64_t t = 0; t < tokens; ++t) ASSERT_EQ(labels[t], expected[static_cast<size_t>(t)]) << "token " << t;
+  for (int64_t t = 0; t < problem.q.view().tokens; ++t) {
+    ASSERT_EQ(found.labels[t] < 0, !grouped[static_cast<size_t>(t)]) << "token " << t;
+    ASSERT_GE(found.labels[t], -1) << "token " << t;
+  }
+}
+
+// Each round alone, and that all of them together are bitwise the same.
+void expect_split(const Exec& exec, const SplitProblem& problem, int rounds, bool warm) {
+  const std::vector<float> given = warm ? problem.start : std::vector<float>();
+  std::vector<float> start = given;
+  std::vector<uint8_t> last;
+  for (int round = 0; round < rounds; ++round) {
+    SCOPED_TRACE(fmt::format("round {}", round));
+    const SplitOutput found(exec, problem, 1, start);
+    ASSERT_NO_FATAL_FAILURE(expect_round(problem, start, found));
+    start = found.centroids.values();
+    last = found.all();
+  }
+  EXPECT_TRUE(SplitOutput(exec, problem, rounds, given).all() == last);
 }
 
 TEST(Split, DifferentialAgainstFloat64) {
@@ -160,6 +212,26 @@ TEST(Split, EqualQueriesGoToTheFirstPart) {
     SplitProblem problem(random, limits().finest, 50, 1, 4, 24);
     for (int64_t t = 1; t < 50; ++t) problem.q.copy_row(t, 0);
     ASSERT_NO_FATAL_FAILURE(expect_split(exec, problem, 3, false));
+  });
+}
+
+// On the CPU a call refuses such values.
+TEST(SplitOnDevice, QueriesThatAreNotFiniteReachNoCentroid) {
+  each_machine([](const Exec& exec) {
+    for (const double poison : {std::numeric_limits<double>::quiet_NaN(), kInf, -kInf}) {
+      Random random(2);
+      SplitProblem problem(random, limits().finest, 150, 1, 5, 72);
+      const auto at = problem.order.begin() + problem.offsets[1] / 2;
+      const int32_t token = *at;
+      problem.q.set(token, 70, poison);
+      const SplitOutput found(exec, problem, 3, problem.start);
+      EXPECT_EQ(found.labels[token], 0);
+      std::rotate(at, at + 1, problem.order.end());  // out of the group
+      --problem.offsets[1];
+      const SplitOutput without(exec, problem, 3, problem.start);
+      EXPECT_TRUE(found.sizes.values() == without.sizes.values());
+      for (int64_t i = 0; i < found.centroids.size(); ++i) ASSERT_NEAR(found.centroids[i], without.centroids[i], 1e-5);
+    }
   });
 }
 

@@ -10,7 +10,8 @@ inline constexpr int64_t kMostParts = 16;
 
 // K-means inside each group: part u of group c is row c * parts + u. A cold start takes members at even distances of the
 // group's order, so a group smaller than its parts leaves some empty. Assignment and update are those of K-means: ties go to
-// the lowest part, an empty part keeps its centroid, and centroids are the means of the labels returned.
+// the lowest part, an empty part keeps its centroid, and centroids are the means of the labels returned. A query that is not
+// finite has some label and counts nowhere.
 struct SplitArgs {
   int64_t heads = 1;
   HeadsView q = {};  // [tokens, dim]

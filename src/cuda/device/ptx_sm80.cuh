@@ -22,6 +22,12 @@ __device__ inline void copy_async_4(uint32_t shared, const void* global, bool va
   const int bytes = valid ? 4 : 0;
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
+// Makes a group of this thread's copies since the last one, or of none; waits for all groups but the last kGroups.
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <int kGroups>
+__device__ inline void copy_async_wait_but() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kGroups) : "memory");
+}
 // Waits for all of this thread's copies.
 __device__ inline void copy_async_wait() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
