@@ -90,18 +90,89 @@ __device__ Merged mean_of_all(const ProxyLaunch& p, const TailLaunch& tail, cons
   return all;
 }
 
-// A block per row of a head: its mean.
-__global__ void __launch_bounds__(kMeanThreads, 4) part_rows(ProxyLaunch p, TailLaunch tail, RowsLaunch to) {
-  const auto head = static_cast<int32_t>(blockIdx.x / p.groups), row = static_cast<int32_t>(blockIdx.x % p.groups);
-  const int32_t group = row / tail.each;
-  Merged all;
-  if (tail.sizes[head][row] > 0 && to.share[head][group] > 0) {
-    all = to.sample.dropped[head][group] > 0
-              ? merge<true>(p, tail, head, row)
-              : mean_of_all(p, tail, to.sample.kept[head] + group * to.sample.words, head, row);
+// Of a row whose sums are not all finite; by the whole block.
+__device__ Merged plain_mean(const ProxyLaunch& p, const TailLaunch& tail, int32_t head, int32_t row) {
+  const float* parts = tail.sums[head] + int64_t{row} * tail.partials * tail.width;
+  float top = -INFINITY;
+  for (int i = 0; i < tail.partials; ++i) top = fmaxf(top, parts[i * tail.width]);
+  Merged all = merge_plainly<true>(p, tail, head, row, top);
+  all.v = all.dropped > 0 ? all.v / all.dropped : 0;
+  return all;
+}
+
+// A row's mean for the lane's four channels, by a warp: what merge() has for them, in the same order. finite: of all the
+// row's sums; else the mean means nothing. kMost: as many partial results as there are, or more.
+template <int kMost>
+__device__ float4 mean_of_row(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int row, bool& finite) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, channel = 4 * lane;
+  const float* parts = tail.sums[head] + int64_t{row} * tail.partials * tail.width;
+  float4 sums[kMost];  // read before the first is added
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const bool real = i < tail.partials && channel < p.dim;
+    sums[i] = real ? *reinterpret_cast<const float4*>(parts + i * tail.width + kTailHeader + channel) : float4{};
   }
-  const int channel = threadIdx.x;
-  if (channel < p.dim) to.value[head][int64_t{row} * p.dim + channel] = all.v;
+  float4 about{-INFINITY, 0, 0, 0};  // of the lane's partial result, what stands before its sums
+  if (lane < tail.partials) about = *reinterpret_cast<const float4*>(parts + lane * tail.width);
+  float top = about.x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  const float own = expf(about.x - top);
+  const uint32_t weighs = __ballot_sync(~0u, about.y != 0 || about.z != 0);
+  float dropped = 0;
+  float4 mean{};
+  finite = true;
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const float scale = __shfl_sync(~0u, own, i), here = __shfl_sync(~0u, about.y, i);
+    if ((weighs >> i & 1) == 0) continue;
+    dropped += here * scale;
+    const float4 x = sums[i];
+    finite = finite && isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
+    mean = {fmaf(x.x, scale, mean.x), fmaf(x.y, scale, mean.y), fmaf(x.z, scale, mean.z), fmaf(x.w, scale, mean.w)};
+  }
+  finite = __all_sync(~0u, finite);
+  if (!(dropped > 0)) return {0, 0, 0, 0};
+  return {mean.x / dropped, mean.y / dropped, mean.z / dropped, mean.w / dropped};
+}
+
+constexpr int kRowsOfBlock = kMeanThreads / 32;
+// Blocks of a multiprocessor: as many as the registers of what is seldom leave room for.
+constexpr int row_blocks(int most) { return most == 4 ? 6 : most == 8 ? 5 : 4; }
+
+// A warp per row of a head: its mean. The block together makes what is seldom: rows whose group's sample has nothing, and
+// those with sums that are not finite.
+template <int kMost>
+__global__ void __launch_bounds__(kMeanThreads, row_blocks(kMost)) part_rows(ProxyLaunch p, TailLaunch tail, RowsLaunch to) {
+  enum Left { kNothing, kPlainly, kOfAll };
+  __shared__ Left left[kRowsOfBlock];
+  const int warp = warp_index(), channel = static_cast<int>(threadIdx.x) % 32 * 4;
+  const int32_t first = static_cast<int32_t>(blockIdx.x) * kRowsOfBlock, head = (first + warp) / p.groups;
+  Left mine = kNothing;
+  if (head < p.heads) {
+    const int32_t row = (first + warp) % p.groups, group = row / tail.each;
+    bool finite = true;
+    float4 mean = mean_of_row<kMost>(p, tail, head, row, finite);  // read before it is known whether the row lives
+    if (tail.sizes[head][row] == 0 || !(to.share[head][group] > 0)) {
+      mean = {0, 0, 0, 0};
+    } else if (to.sample.dropped[head][group] == 0) {
+      mine = kOfAll;
+    } else if (!finite) {
+      mine = kPlainly;
+    }
+    if (channel < p.dim) *reinterpret_cast<float4*>(to.value[head] + int64_t{row} * p.dim + channel) = mean;
+  }
+  left[warp] = mine;
+  if (!__syncthreads_or(mine != kNothing)) return;
+#pragma unroll 1
+  for (int w = 0; w < kRowsOfBlock; ++w) {
+    if (left[w] == kNothing) continue;
+    const int32_t its = (first + w) / p.groups, row = (first + w) % p.groups;  // its head
+    const uint32_t* kept = to.sample.kept[its] + row / tail.each * to.sample.words;
+    const float v = left[w] == kPlainly ? plain_mean(p, tail, its, row).v : mean_of_all(p, tail, kept, its, row).v;
+    if (static_cast<int>(threadIdx.x) < p.dim) to.value[its][int64_t{row} * p.dim + threadIdx.x] = v;
+    __syncthreads();  // shared memory has been read, and may be another row's
+  }
 }
 
 }  // namespace
@@ -145,7 +216,11 @@ void part_means(const Exec& exec, const TailArgs& args) {
          0, p, tail, sample);
   tail_sums_pass(exec, p, tail, true);
   const RowsLaunch to{sample, args.share, args.value};
-  launch(exec, "part_rows", part_rows, args.heads * p.groups, kMeanThreads, 0, p, tail, to);
+  const auto rows = [&]<int kMost>() {
+    launch(exec, "part_rows", part_rows<kMost>, ceil_div(args.heads * p.groups, kRowsOfBlock), kMeanThreads, 0, p, tail, to);
+  };
+  if (tail.partials <= 4) return rows.template operator()<4>();
+  tail.partials <= 8 ? rows.template operator()<8>() : rows.template operator()<kMostPartials>();
 }
 
 }  // namespace scope::cuda
