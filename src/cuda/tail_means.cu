@@ -30,7 +30,23 @@ struct SampleLaunch {
 
 constexpr int kSampleThreads = 256;
 
-// A warp for each group of a head; a lane has a word at a time.
+// Bits `start`, `start` + kStride, and so on of a mask, 32 of them; those past the word of bit `last` are 0.
+template <int kStride>
+__device__ uint32_t every_bit(const uint32_t* mask, int32_t start, int32_t last) {
+  uint32_t source[kStride + 1];  // read before the first is used
+#pragma unroll
+  for (int j = 0; j <= kStride; ++j) source[j] = start / 32 + j <= last / 32 ? mask[start / 32 + j] : 0;
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const int bit = i * kStride;
+    word |= (__funnelshift_r(source[bit / 32], source[bit / 32 + 1], start % 32) >> (bit % 32) & 1) << i;
+  }
+  return word;
+}
+
+// A warp for each group of a head; a lane has a word at a time. kStride: the tail's; 0: any.
+template <int kStride>
 __global__ void __launch_bounds__(kSampleThreads) sample_masks(ProxyLaunch p, TailLaunch tail, SampleLaunch to) {
   const int64_t at = (blockIdx.x * int64_t{kSampleThreads} + threadIdx.x) / 32, head = at / to.groups;
   const auto group = static_cast<int32_t>(at % to.groups), lane = static_cast<int32_t>(threadIdx.x % 32);
@@ -41,9 +57,15 @@ __global__ void __launch_bounds__(kSampleThreads) sample_masks(ProxyLaunch p, Ta
   for (int64_t w = lane; w < tail.words; w += 32) {
     uint32_t word = 0;
     const int32_t first = static_cast<int32_t>(w) * 32, n = min(32, all.count - first);
-    for (int32_t i = 0; i < n; ++i) {
-      const int32_t token = all.token(p, tail, first + i);
-      word |= (kept[token / 32] >> (token % 32) & 1) << i;
+    const int32_t start = n > 0 ? all.token(p, tail, first) : 0, last = n > 0 ? all.token(p, tail, first + n - 1) : 0;
+    if (kStride > 0 && n > 0 && last - start == (n - 1) * kStride) {  // all tokens between are keys
+      word = every_bit<kStride>(kept, start, last) & ~0u >> (32 - n);
+    } else {
+#pragma unroll 8
+      for (int32_t i = 0; i < n; ++i) {
+        const int32_t token = all.token(p, tail, first + i);
+        word |= (kept[token / 32] >> (token % 32) & 1) << i;
+      }
     }
     to.mask[head][group * tail.words + w] = word;
     kept_keys += __popc(word);
@@ -212,8 +234,23 @@ void part_means(const Exec& exec, const TailArgs& args) {
                             .mask = {masks, layout.floats},
                             .dropped = {dropped, layout.floats},
                             .groups = static_cast<int32_t>(args.proxy.groups)};
-  launch(exec, "sample_masks", sample_masks, ceil_div(args.heads * args.proxy.groups, kSampleThreads / 32), kSampleThreads,
-         0, p, tail, sample);
+  const auto masks_of = [&]<int kStride>() {
+    launch(exec, "sample_masks", sample_masks<kStride>, ceil_div(args.heads * args.proxy.groups, kSampleThreads / 32),
+           kSampleThreads, 0, p, tail, sample);
+  };
+  switch (parts.stride) {
+    case 4:
+      masks_of.template operator()<4>();
+      break;
+    case 8:
+      masks_of.template operator()<8>();
+      break;
+    case 16:
+      masks_of.template operator()<16>();
+      break;
+    default:
+      masks_of.template operator()<0>();
+  }
   tail_sums_pass(exec, p, tail, true);
   const RowsLaunch to{sample, args.share, args.value};
   const auto rows = [&]<int kMost>() {
