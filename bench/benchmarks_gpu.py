@@ -27,7 +27,7 @@ import provenance
 
 STAGES = ("group", "encode", "score", "select", "attend")
 VIDEO_HEADS = 12  # the bundled model's: 2 in each of 6 layers
-METHODS = ("scope", "scope-paper", "scope-exact", "scope-mean", "svg2", "svg2:first_sample=0.1", "sparge")  # settings as in `scope compare`
+METHODS = ("scope", "scope-paper", "scope-exact", "scope-mean:tail=mean+tail_weight=0.75+select_stride=1", "scope-mean", "svg2", "svg2:first_sample=0.1", "sparge")  # settings as in `scope compare`
 
 
 def median_ms(body, repeat, warm=2):

@@ -41,6 +41,7 @@ videos own_tiny_wan 1           all methods at their authors'"'"' settings
 videos rho_tiny_wan 1           rho 0.9
 videos partitions_tiny_wan 1    partitions and rules
 videos products_tiny_wan 1      8-bit products
+videos means_tiny_wan 1         means of parts against the damped mean, and the presets
 videos video_gpu 3              the suite "paper"
 videos video_gpu_720p 4         the suite "paper" at 21x45x80
 videos call_clips_wan 13        as above; SEEDS=6 takes 7
@@ -49,6 +50,7 @@ videos own_clips_wan 6
 videos rho_clips_wan 3
 videos partitions_clips_wan 5
 videos products_clips_wan 2
+videos means_clips_wan 2
 videos presets_held_clips_wan_8 1 presets in 8 steps
 videos presets_held_clips_wan_4 1 presets in 4 steps
 videos presets_held_tiny_wan_8 1 presets in 8 steps
@@ -123,6 +125,7 @@ ablate() {  # RESULT SEEDS OPTIONS
   measure "$1" "$scope" "$seeds" make_videos "${@:3}"
 }
 
+damped=scope-mean:tail=mean+tail_weight=0.75+select_stride=1  # scope-mean before 0.3
 methods=scope,scope-paper,scope-mean,svg2,svoo,sparge,svg2-ear,sol
 paper=scope-paper
 ablations=$paper,$paper:partition=even:1,$paper:partition=even:2,$paper:partition=random:3,$paper:partition=even:4,$paper:partition=even:8,$paper:rule=hybrid,$paper:rule=top_p
@@ -139,6 +142,7 @@ both() {
     partitions) ablate "$result" "$seeds" "${options[@]}" --match call --density 0.2 --variants "$ablations" ;;
     products) ablate "$result" "$seeds" "${options[@]}" --match call --density 0.1 \
       --variants scope-mean,scope-mean:products=qk8,scope-mean:products=qkv8 ;;
+    means) ablate "$result" "$seeds" "${options[@]}" --match call --density 0.05,0.1 --variants "$damped,scope-mean,fast,quality" ;;
   esac
 }
 
