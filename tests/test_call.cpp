@@ -386,6 +386,97 @@ TEST(State, WarmCallsContinueFromIt) {
   }
 }
 
+// All but the last iteration of a warm call see a sample, which layer and step draw: queries and keys alike.
+TEST(State, WarmSampleIsWhatItIsDefinedAs) {
+  const Context context = tested_context();
+  const Inputs in(1, 1, 900, 800, 64, 59);
+  const auto stored = [&](const std::vector<float>& x, int64_t tokens) {
+    Rows rows(in.dtype, tokens, in.dim);
+    for (int64_t i = 0; i < tokens * in.dim; ++i) {
+      rows.set(i / in.dim, i % in.dim, static_cast<double>(x[static_cast<size_t>(i)]));
+    }
+    return rows;
+  };
+  const Rows q = stored(in.q, 900), k = stored(in.k, 800);
+  const auto rows = all_rows(900);
+  struct Share {
+    const char* share;
+    int64_t queries, keys;  // seen: no fewer than 8 for each of 20 groups and 24 codes
+  };
+  for (const auto& [share, queries, keys] : {Share{"1", 900, 800}, Share{"0.25", 225, 200}, Share{"0.01", 160, 192}}) {
+    const Plan plan(context,
+                    method("scope", {{"partition", "even:3"},
+                                     {"groups", "20"},
+                                     {"codes", "24"},
+                                     {"dense_layers", "0"},
+                                     {"dense_steps", "0"},
+                                     {"iterations", "3"},
+                                     {"warm_sample", share}}),
+                    in.shape());
+    OwnState own(plan);
+    Extra extra;
+    extra.state = &own.state;
+    const Result first = run(plan, in, extra);
+    const auto saved = own.save();
+    std::vector<Result> warm;
+    for (const Place place : {Place{}, Place{2, 3, 9}, Place{2, 4, 9}, Place{2, 3, 9}}) {
+      SCOPED_TRACE(fmt::format("share {}, layer {}, step {}", share, place.layer, place.step));
+      own.state.load(nullptr, saved);
+      extra.place = place;
+      warm.push_back(run(plan, in, extra));
+      const Result& result = warm.back();
+      ASSERT_TRUE(result.stats.warm);
+      const uint64_t draw = place.step < 0 ? 0 : static_cast<uint64_t>((place.layer + place.step) * 3);
+
+      std::vector<float> centroids = first.centroids, codebooks = first.codebooks;
+      std::vector<int32_t> labels(900), sizes(20), order(900), codes(3 * 800);
+      std::vector<int64_t> offsets(21), empty(3);
+      GroupArgs group{.q = q.view(),
+                      .rows = rows.data(),
+                      .count = 900,
+                      .groups = 20,
+                      .iterations = 3,
+                      .sample = queries,
+                      .full_iterations = 1,
+                      .draw = draw,
+                      .warm = true,
+                      .centroids = centroids.data(),
+                      .labels = labels.data(),
+                      .sizes = sizes.data(),
+                      .order = order.data(),
+                      .offsets = offsets.data()};
+      GuardedScratch group_scratch(backend().group_scratch(plan.exec, sizes_of(group)));
+      group.scratch = scratch_of(group_scratch);
+      run_group(plan.exec, {&group, 1});
+      EXPECT_EQ(result.centroids, centroids);
+      EXPECT_EQ(result.labels, labels);
+
+      EncodeArgs encode{.k = k.view(),
+                        .rows = rows.data(),
+                        .count = 800,
+                        .partition = &plan.partition,
+                        .codes = 24,
+                        .iterations = 3,
+                        .sample = keys,
+                        .full_iterations = 1,
+                        .draw = draw,
+                        .warm = true,
+                        .codebooks = codebooks.data(),
+                        .labels = codes.data(),
+                        .empty = empty.data()};
+      GuardedScratch encode_scratch(backend().encode_scratch(plan.exec, sizes_of(encode)));
+      encode.scratch = scratch_of(encode_scratch);
+      run_encode(plan.exec, {&encode, 1});
+      EXPECT_EQ(result.codebooks, codebooks);
+      EXPECT_EQ(result.codes, codes);
+    }
+    const bool all = std::string(share) == "1";
+    EXPECT_EQ(warm[1].centroids == warm[2].centroids, all) << "another step sees other tokens";
+    EXPECT_EQ(warm[1].codebooks == warm[2].codebooks, all) << "another step sees other tokens";
+    EXPECT_TRUE(same_bits(warm[1], warm[3])) << "and the same ones in every run";
+  }
+}
+
 // A fresh state starts cold, one that forgot does too, and a sample that was never filled is filled by the next call.
 TEST(State, RemembersWhetherItIsFilled) {
   const Context context = tested_context(1);

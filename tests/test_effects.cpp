@@ -20,6 +20,7 @@ const std::map<std::string, std::vector<const char*>> kValues{{"groups", {"3", "
                                                               {"iterations", {"1", "4"}},
                                                               {"first_iterations", {"1", "6"}},
                                                               {"first_sample", {"0.1", "1"}},
+                                                              {"warm_sample", {"0.1", "0.5"}},
                                                               {"seed", {"3", "11"}},
                                                               {"rho", {"0.3", "0.8"}},
                                                               {"alpha", {"0.02", "0.6"}},
@@ -128,6 +129,10 @@ TEST(EffectsOnCpu, SaysWhatDecides) {
   EXPECT_EQ(said("codes", {{"proxy", "exact"}}), "proxy is exact");
   EXPECT_EQ(said("tail_weight", {{"tail", "mean"}}), "");
   EXPECT_EQ(said("state_dtype", {}, {.state = false}), "calls have no state here");
+  EXPECT_EQ(said("warm_sample", {}), "");
+  EXPECT_EQ(said("warm_sample", {}, {.state = false}), "calls have no state here");
+  EXPECT_EQ(said("warm_sample", {{"iterations", "1"}}), "iterations is 1");
+  EXPECT_EQ(why_idle(find_method("svoo").settings(), "warm_sample"), "group is cocluster");
   EXPECT_EQ(why_idle(find_method("dense").settings(), "rho"), "method dense selects nothing");
   EXPECT_EQ(why_idle(find_method("dense").settings(), "check_finite"), "");
 }

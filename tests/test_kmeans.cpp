@@ -244,34 +244,48 @@ TEST(KMeans, WarmStartContinuesARun) {
   });
 }
 
-// All but the last two iterations see a sample each, the last two every token; too few iterations see no sample at all.
-TEST(KMeans, SampleIsSeenByAllButTheLastTwoIterations) {
+// All but the last `full_iterations` see a sample each, those every token; too few iterations see no sample at all.
+TEST(KMeans, SampleIsSeenByAllButTheFullIterations) {
   each_machine([](const Exec& exec) {
-    for (const int64_t sample : {1, 7, 100, 499, 500, 900}) {
-      Random random(5);
-      Problem problem(random, limits().finest, 700, 40, 500, 40, 20);
-      problem.args.sample = sample;
-      problem.args.iterations = 6;
-      const Result sampled(exec, problem.args);
-      Problem part(random, limits().finest, 1, 40, 1, 40, 1);
-      part.args = problem.args;
-      part.args.iterations = 1;
-      auto centres = problem.start();
-      for (int iteration = 0; iteration < 4; ++iteration) {
-        std::vector<int32_t> seen = problem.rows;
-        if (sample < 500) {
-          seen.clear();
-          for (const int32_t i : reference::sample_positions(500, sample, iteration, problem.args.random)) {
-            seen.push_back(problem.rows[static_cast<size_t>(i)]);
-          }
+    for (const int full : {1, 2}) {
+      for (const int64_t sample : {1, 7, 100, 499, 500, 900}) {
+        SCOPED_TRACE(fmt::format("{} full iterations, {} tokens", full, sample));
+        Random random(5);
+        Problem problem(random, limits().finest, 700, 40, 500, 40, 20);
+        problem.args.sample = sample;
+        problem.args.full_iterations = full;
+        problem.args.draw = full == 1 ? 70 : 0;  // as in a warm call, or in a first one
+        problem.args.iterations = full + 4;
+        std::vector<float> centres = problem.start(), warm;
+        if (full == 1) {
+          for (float& x : centres) x += static_cast<float>(0.1 * random.normal());
+          warm = centres;
         }
-        part.args.rows = seen.data();
-        part.args.count = part.args.sample = static_cast<int64_t>(seen.size());
-        centres = Result(exec, part.args, centres).centres();
+        const Result sampled(exec, problem.args, warm);
+        Problem part(random, limits().finest, 1, 40, 1, 40, 1);
+        part.args = problem.args;
+        part.channels = problem.channels;
+        part.args.iterations = 1;
+        for (int64_t iteration = 0; iteration < 4; ++iteration) {
+          part.rows = problem.rows;
+          if (sample < 500) {
+            part.rows.clear();
+            const auto draw = static_cast<int64_t>(problem.args.draw) + iteration;
+            for (const int32_t i : reference::sample_positions(500, sample, draw, problem.args.random)) {
+              part.rows.push_back(problem.rows[static_cast<size_t>(i)]);
+            }
+          }
+          part.args.rows = part.rows.data();
+          part.args.count = part.args.sample = std::ssize(part.rows);
+          const Result step(exec, part.args, centres);
+          expect_step(exec, part, centres, step);
+          centres = step.centres();
+        }
+        if (full == 1) expect_step(exec, problem, centres, sampled);
+        problem.args.iterations = full;
+        const Result late(exec, problem.args, centres);
+        EXPECT_TRUE(sampled.all() == late.all());
       }
-      problem.args.iterations = 2;
-      const Result late(exec, problem.args, centres);
-      EXPECT_TRUE(sampled.all() == late.all()) << sample;
     }
   });
 }

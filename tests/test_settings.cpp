@@ -48,6 +48,7 @@ TEST(Settings, RefusesValuesOutsideTheirRange) {
                                                        {"iterations", "1.5"},
                                                        {"first_iterations", "0"},
                                                        {"first_sample", "0"},
+                                                       {"warm_sample", "0"},
                                                        {"groups", "0"},
                                                        {"groups", "99999999"},
                                                        {"codes", "none"},

@@ -75,6 +75,8 @@ void encode_by_kmeans(const Exec& exec, const EncodeArgs& args, int64_t head, co
                   .clusters = args.codes,
                   .iterations = args.iterations,
                   .sample = args.sample,
+                  .full_iterations = args.full_iterations,
+                  .draw = args.draw,
                   .warm = args.warm,
                   .random = {.seed = args.seed, .tensor = 1, .subspace = static_cast<uint32_t>(m)},
                   .centroids = codebook,

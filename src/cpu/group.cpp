@@ -58,6 +58,8 @@ void group_by_kmeans(const Exec& exec, const GroupArgs& args, int64_t head, cons
                 .clusters = args.groups,
                 .iterations = args.iterations,
                 .sample = args.sample,
+                .full_iterations = args.full_iterations,
+                .draw = args.draw,
                 .warm = args.warm,
                 .random = {.seed = args.seed, .tensor = 0},
                 .centroids = args.centroids[head],

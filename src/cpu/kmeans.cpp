@@ -169,10 +169,10 @@ void pack_centroids(const Exec& exec, const KMeansArgs& args, const KMeansWork& 
 
 // One token from each of `n` equal stretches: a sample that covers the whole video, ascending. Each iteration draws its own,
 // so that no centroid settles on the accidents of one sample.
-void draw_sample(const KMeansArgs& args, int64_t n, int iteration, int32_t* tokens) {
+void draw_sample(const KMeansArgs& args, int64_t n, uint64_t draw, int32_t* tokens) {
   RandomStream random = args.random;
   random.purpose = 1;
-  const uint64_t key = random.bits(static_cast<uint64_t>(iteration));
+  const uint64_t key = random.bits(draw);
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t jitter = (splitmix(key, static_cast<uint64_t>(i)) >> 32) * static_cast<uint64_t>(args.count) >> 32;
     tokens[i] = args.rows[(i * args.count + static_cast<int64_t>(jitter)) / n];
@@ -197,10 +197,9 @@ void kmeans(const Exec& exec, const KMeansArgs& given) {
     args.points.dim = args.depth;
   }
   if (!args.warm) start_from_random_rows(exec, args, at, whole);
-  const bool sampled = args.sample < args.count && args.iterations > 2;
   for (int i = 0; i < args.iterations; ++i) {
-    const bool small = sampled && i < args.iterations - 2;
-    if (small) draw_sample(args, args.sample, i, at.sample);
+    const bool small = args.sample < args.count && i < args.iterations - args.full_iterations;
+    if (small) draw_sample(args, args.sample, args.draw + static_cast<uint64_t>(i), at.sample);
     const int32_t* rows = small ? at.sample : args.rows;
     const int64_t count = small ? args.sample : args.count;
     pack_centroids(exec, args, at);

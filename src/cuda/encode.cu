@@ -25,6 +25,8 @@ KMeansBatch batch_of(const EncodeArgs& args) {
   batch.clusters = args.codes;
   batch.iterations = args.iterations;
   batch.sample = args.sample;
+  batch.full_iterations = args.full_iterations;
+  batch.draw = args.draw;
   batch.warm = args.warm;
   batch.random = {.seed = args.seed, .tensor = 1};
   batch.centroids = args.codebooks;

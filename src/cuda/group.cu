@@ -26,6 +26,8 @@ KMeansBatch batch_of(const GroupArgs& args, std::span<const int32_t> channels) {
   batch.clusters = args.groups;
   batch.iterations = args.iterations;
   batch.sample = args.sample;
+  batch.full_iterations = args.full_iterations;
+  batch.draw = args.draw;
   batch.warm = args.warm;
   batch.random = {.seed = args.seed, .tensor = 0};
   batch.channels[0] = channels;

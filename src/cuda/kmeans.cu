@@ -149,15 +149,14 @@ void kmeans(const Exec& exec, const KMeansBatch& batch) {
   write_tables(exec, w);
   clear_labels(exec, batch);
   if (!batch.warm) start_from_random_rows(exec, batch, w);
-  const bool sampled = batch.sample < batch.count && batch.iterations > 2;
   for (int i = 0; i < batch.iterations; ++i) {
-    w.seen = sampled && i < batch.iterations - 2 ? batch.sample : batch.count;
+    w.seen = i < batch.iterations - batch.full_iterations ? std::min(batch.sample, batch.count) : batch.count;
     w.last = i == batch.iterations - 1;
     for (int m = 0; m < w.subsets; ++m) {
       RandomStream random = batch.random;
       random.subspace += static_cast<uint32_t>(m);
       random.purpose = 1;
-      w.subset[m].key = random.bits(static_cast<uint64_t>(i));
+      w.subset[m].key = random.bits(batch.draw + static_cast<uint64_t>(i));
     }
     assign(exec, batch.dtype, w);
     sort(exec, w);

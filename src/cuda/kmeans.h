@@ -23,6 +23,8 @@ struct KMeansBatch {
   int64_t count = 0, clusters = 0;
   int iterations = 0;
   int64_t sample = 0;
+  int full_iterations = 2;
+  uint64_t draw = 0;
   bool warm = false;
   RandomStream random;                              // of the first subset; the others follow it
   std::span<const int32_t> channels[kMostSubsets];  // disjoint

@@ -193,6 +193,10 @@ std::vector<Setting> make_table() {
        "share of the tokens that a first call's iterations see, all but the last 2 (at least 8 tokens for each cluster)",
        [](Settings& s, std::string_view t) { s.first_sample = share("first_sample", t, false, "a share in (0, 1]"); },
        [](const Settings& s) { return fmt::format("{}", s.first_sample); }},
+      {"warm_sample", "kmeans", "(0, 1]",
+       "share of the tokens that a warm call's iterations see, all but the last (at least 8 tokens for each cluster)",
+       [](Settings& s, std::string_view t) { s.warm_sample = share("warm_sample", t, false, "a share in (0, 1]"); },
+       [](const Settings& s) { return fmt::format("{}", s.warm_sample); }},
       {"seed", "kmeans", "0..9223372036854775807",
        "seed of the starting rows and of partition random:M; draws are the same for every head, batch slot and rank",
        [](Settings& s, std::string_view t) {
@@ -385,8 +389,8 @@ int64_t effective_codes(const Settings& settings, int64_t n) {
   return std::min(wanted, n);
 }
 
-int64_t effective_sample(const Settings& settings, int64_t n, int64_t clusters) {
-  return std::min(n, std::max(ceil_share(settings.first_sample, n), 8 * clusters));
+int64_t effective_sample(double share, int64_t n, int64_t clusters) {
+  return std::min(n, std::max(ceil_share(share, n), 8 * clusters));
 }
 
 }  // namespace scope

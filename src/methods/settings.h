@@ -42,7 +42,7 @@ struct Settings {
   int64_t k_block = 128;  // keys of a block
   int iterations = 2;     // and rounds of co-clustering
   int first_iterations = 50;
-  double first_sample = 0.1;
+  double first_sample = 0.1, warm_sample = 1;
   uint64_t seed = 0;
   ProxyKind proxy = ProxyKind::codes;
   Rule rule = Rule::online;
@@ -92,7 +92,7 @@ std::string get_setting(const Settings& settings, std::string_view name);
 // `groups` and `codes` for n tokens, `auto` resolved; never more than n.
 int64_t effective_groups(const Settings& settings, int64_t n);
 int64_t effective_codes(const Settings& settings, int64_t n);
-// Tokens that all but the last 2 iterations of a first call see.
-int64_t effective_sample(const Settings& settings, int64_t n, int64_t clusters);
+// Tokens that a sampled iteration of K-means sees, of n: `share`, but at least 8 for each cluster.
+int64_t effective_sample(double share, int64_t n, int64_t clusters);
 
 }  // namespace scope

@@ -37,11 +37,6 @@ PerHead<uint32_t> tail_mask(const Frame& f, const StateSlot& slot) {
 // Of a first split; a warm one goes on from the state's parts.
 constexpr int kFirstRounds = 4;
 
-// Tokens that all but the last iterations see.
-int64_t seen(const Frame& f, const Start& start, int64_t tokens, int64_t clusters) {
-  return start.warm ? tokens : effective_sample(f.plan.settings, tokens, clusters);
-}
-
 Proxy proxy(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
   Proxy proxy{.kind = f.plan.settings.proxy,
               .groups = slot.groups,
@@ -59,9 +54,20 @@ Proxy proxy(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot)
   return proxy;
 }
 
-// Which keys a sample has changes from step to step and from layer to layer, and not from run to run.
+// Which tokens a sample has changes from step to step and from layer to layer, and not from run to run.
 int64_t sample_phase(const Frame& f) {
   return std::max<int64_t>(f.args.place.layer, 0) + std::max<int64_t>(f.args.place.step, 0);
+}
+
+// Tokens that all but the last full_iterations see.
+int64_t seen(const Frame& f, const Start& start, int64_t tokens, int64_t clusters) {
+  return effective_sample(start.warm ? f.plan.settings.warm_sample : f.plan.settings.first_sample, tokens, clusters);
+}
+// A warm call's centroids have seen all tokens before.
+int full_iterations(const Start& start) { return start.warm ? 1 : 2; }
+// No two steps of a layer share a draw.
+uint64_t first_draw(const Frame& f, const Start& start) {
+  return start.warm ? static_cast<uint64_t>(sample_phase(f)) * static_cast<uint64_t>(f.plan.settings.iterations) : 0;
 }
 
 HeadStats* report(const Frame& f, const Sample& s, Chunk chunk) {
@@ -110,6 +116,8 @@ GroupArgs group_args(const Frame& f, const Sample& s, Chunk chunk, const Start& 
           .block = settings.q_block,
           .iterations = iterations_of(settings, start),
           .sample = seen(f, start, s.tokens.queries, groups),
+          .full_iterations = full_iterations(start),
+          .draw = first_draw(f, start),
           .warm = start.warm,
           .seed = settings.seed,
           .centroids = centroids(f),
@@ -150,6 +158,8 @@ EncodeArgs encode_args(const Frame& f, const Sample& s, Chunk chunk, const Start
           .block = settings.k_block,
           .iterations = iterations_of(settings, start),
           .sample = seen(f, start, s.tokens.keys, most),
+          .full_iterations = full_iterations(start),
+          .draw = first_draw(f, start),
           .warm = start.warm,
           .seed = settings.seed,
           .codebooks = codebooks(f),

@@ -25,8 +25,10 @@ struct EncodeArgs {
   int64_t codes = 0;                     // per subspace, 1 .. count; blocks: ceil(count / block)
   Encoding encoding = Encoding::kmeans;
   int64_t block = 0;   // blocks and means only
-  int iterations = 0;  // K-means only, like the next three
+  int iterations = 0;  // K-means only, like the next five; these three as KMeansArgs says
   int64_t sample = 0;
+  int full_iterations = 2;
+  uint64_t draw = 0;
   bool warm = false;
   uint64_t seed = 0;
   PerHead<float> codebooks = {};   // subspace after subspace: [codes, dim_m]; in when warm, out

@@ -21,8 +21,10 @@ struct GroupArgs {
   int64_t groups = 0;             // 1 .. count; blocks: ceil(count / block)
   Grouping grouping = Grouping::kmeans;
   int64_t block = 0;   // blocks only
-  int iterations = 0;  // K-means only, like the next three
+  int iterations = 0;  // K-means only, like the next five; these three as KMeansArgs says
   int64_t sample = 0;
+  int full_iterations = 2;
+  uint64_t draw = 0;
   bool warm = false;
   uint64_t seed = 0;
   PerHead<float> centroids = {};   // [groups, dim] in when warm, out

@@ -18,8 +18,10 @@ struct KMeansArgs {
   int64_t depth = 0;                  // >= 1
   int64_t clusters = 0;               // 1 .. count
   int iterations = 0;                 // >= 1
-  int64_t sample = INT64_MAX;         // tokens that all but the last 2 iterations see, drawn anew for each; >= count: all
-  bool warm = false;                  // start from `centroids` instead of from random rows
+  int64_t sample = INT64_MAX;  // tokens that all but the last `full_iterations` see, drawn anew for each; >= count: all
+  int full_iterations = 2;     // >= 1
+  uint64_t draw = 0;           // number of the first iteration's sample; the others follow it
+  bool warm = false;           // start from `centroids` instead of from random rows
   RandomStream random;
   float* centroids = nullptr;  // [clusters, depth] in when warm, out
   int32_t* labels = nullptr;   // [count] out
