@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
       const int q_row = lane % 16, k_row = lane % 8 + lane / 16 * 8;
       const uint32_t q = shared_address(source) + chunk_place<kDim>(tile * kTile + q_row, lane / 16);
       const uint32_t k = values + At::kRows + chunk_place<kDim>(k_row, lane / 8 % 2);
-#pragma unroll
+#pragma unroll 2  // all at once spills registers on sm_80
       for (int c = 0; c < kDim / 16; ++c) {
         uint32_t a[4];
         load_matrix_x4(a, q ^ (c * 32));
