@@ -27,7 +27,9 @@ import provenance
 
 STAGES = ("group", "encode", "score", "select", "attend")
 VIDEO_HEADS = 12  # the bundled model's: 2 in each of 6 layers
-METHODS = ("scope", "scope-paper", "scope-exact", "scope-mean:tail=mean+tail_weight=0.75+select_stride=1", "scope-mean", "svg2", "svg2:first_sample=0.1", "sparge")  # settings as in `scope compare`
+DAMPED = "scope-mean:tail=mean+tail_weight=0.75+select_stride=1"  # scope-mean before 0.3
+METHODS = ("scope", "scope-paper", "scope-exact", DAMPED, "scope-mean", "svg2", "svg2:first_sample=0.1", "sparge")  # as in `scope compare`
+MEANS = (DAMPED, "scope-mean", "scope-mean:warm_sample=0.25", "scope-mean:products=qk8")
 
 
 def median_ms(body, repeat, warm=2):
@@ -273,7 +275,7 @@ def main():
     parser.add_argument("--command", required=True, help="the scope command, for make-qkv")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--parts", default="video,synthetic,hunyuan,dim64,sweep",
-                        help="of video, synthetic, hunyuan, dim64, sweep and methods; all but the last unless given")
+                        help="of video, synthetic, hunyuan, dim64, sweep, methods and means; all but the last two unless given")
     parser.add_argument("--densities", default="0.2,0.1")
     parser.add_argument("--json")
     parser.add_argument("--commit", default="")
@@ -320,6 +322,8 @@ def main():
         for name, tensors, heads in (("video model, Wan 720p", lambda: video_model(wan, 40), VIDEO_HEADS),
                                      ("synthetic, Wan 720p", wan_synthetic, 8)):
             add("methods", name, tensors, heads, wan_rope, densities, long=False, methods=METHODS)
+    if "means" in parts:
+        add("methods", "video model, Wan 720p", lambda: video_model(wan, 40), VIDEO_HEADS, wan_rope, densities, long=False, methods=MEANS)
     result["finished"] = True
     save()
 

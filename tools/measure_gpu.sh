@@ -23,6 +23,7 @@ extra=()
 parts='
 timings h200 4                  attention calls against cuDNN and FlashAttention-2
 timings h200_methods 2          methods at matched density
+timings h200_means 1            means of parts against the damped mean
 timings h200_steps_wan 3*       Wan2.1 14B, native, medians of 3
 timings h200_steps_hunyuan 5*   HunyuanVideo 13B, native, medians of 3
 timings h200_diffusers_wan 4    Wan2.1 14B in diffusers, medians of 3
@@ -167,6 +168,7 @@ part() {
   case $1 in
     h200) calls "$1" ;;
     h200_methods) calls "$1" --parts methods ;;
+    h200_means) calls "$1" --parts means ;;
     h200_steps_wan) steps "$1" wan2.1-t2v-14b ;;
     h200_steps_hunyuan) steps "$1" hunyuanvideo ;;
     h200_diffusers_wan) diffusers "$1" wan2.1-t2v-14b ;;
