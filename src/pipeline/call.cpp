@@ -180,8 +180,7 @@ class Call {
   void cluster(const Frame& frame, const Sample& s, Chunk chunk, const Start& start) {
     if (start.reused) {
       frame.mark(Moment::group);
-      reuse_clusters(frame, s, chunk, start.slot);
-      return split(frame, s, chunk, start);
+      return reuse_clusters(frame, s, chunk, start.slot);
     }
     stats_.iterations = iterations_of(settings_, start);
     frame.mark(Moment::other);
@@ -196,15 +195,17 @@ class Call {
       frame.mark(Moment::encode);
       if (keys.codes > 0) backend_.encode(exec_, keys);
     }
-    split(frame, s, chunk, start);
     frame.mark(Moment::other);
     if (args_.state != nullptr) save_clusters(frame, s, chunk, start.slot);
   }
 
-  void split(const Frame& frame, const Sample& s, Chunk chunk, const Start& start) const {
+  // The parts of groups that tail means has, anew in each call: a state of them would be 8 times as large.
+  void split(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot) const {
     if (plan_.parts() == 0) return;
     frame.mark(Moment::group);
-    backend_.split(exec_, split_args(frame, s, chunk, start));
+    backend_.split(exec_, split_args(frame, s, chunk, slot));
+    round_rows(frame.at.part_centroids, plan_.groups * plan_.parts(), slot.groups * plan_.parts(), chunk);
+    frame.mark(Moment::select);
   }
 
   // score, and what select must know of every row before anything is kept.
@@ -215,8 +216,6 @@ class Call {
     } else {
       round_rows(frame.at.centroids, plan_.groups, slot.groups, chunk);
     }
-    if (plan_.parts() > 0)
-      round_rows(frame.at.part_centroids, plan_.groups * plan_.parts(), slot.groups * plan_.parts(), chunk);
     frame.mark(Moment::select);
     if (plan_.compensates()) backend_.compensate(exec_, compensate_args(frame, s, chunk, slot));
     const double alpha = least_share(settings_, args_.place, chunk.first);  // with a profile, a chunk is one head
@@ -236,6 +235,7 @@ class Call {
 
   // select and tail: which keys each group keeps, and what stands for the others.
   void keep(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot) {
+    split(frame, s, chunk, slot);
     const double alpha = least_share(settings_, args_.place, chunk.first);
     KeepArgs keys = keep_args(frame, s, chunk, weigh_args(frame, s, chunk, slot, &alpha));
     const TailArgs tail = tail_args(frame, s, chunk, slot);

@@ -239,14 +239,16 @@ Workspace Plan::cut(Arena& arena, int64_t n, int64_t first) const {
     at.tail_mask = arena.take<uint32_t>(n * (groups + 1) * mask_words(all.extra));
     if (tail().mixes) at.tail_share = arena.take<float>(n * (groups + 1));
     if (tail().splits) {
-      take(at.part_centroids, groups * parts() * dim);
-      take(at.part_labels, shape.q_tokens);
-      take(at.part_sizes, groups * parts());
+      at.part_centroids = arena.take<float>(n * groups * parts() * dim);
+      at.part_labels = arena.take<int32_t>(n * shape.q_tokens);
+      at.part_sizes = arena.take<int32_t>(n * groups * parts());
       at.log_mass = arena.take<float>(n * groups);
     }
     if (rule().errors) at.errors = arena.take<float>(n * groups * codes);
     at.weights.bytes = checked_mul(kept, backend->weights_bytes(exec, sizes(1)), "workspace bytes");
-    const auto room = [&](auto scratch) { at.scratch.bytes = std::max(at.scratch.bytes, scratch(exec, all)); };
+    const auto room = [&](auto scratch, int64_t beside = 0) {
+      at.scratch.bytes = std::max(at.scratch.bytes, beside + scratch(exec, all));
+    };
     if (row(settings.group).with_keys) {
       room(backend->cocluster_scratch);
     } else {
@@ -254,14 +256,13 @@ Workspace Plan::cut(Arena& arena, int64_t n, int64_t first) const {
       room(backend->encode_scratch);
     }
     if (compensates()) room(backend->compensate_scratch);
-    if (tail().splits) room(backend->split_scratch);
+    const int64_t weights_here = solves_sample() ? 0 : at.weights.bytes;  // from weigh to the end of keep
+    room(backend->weigh_scratch, weights_here);
+    if (tail().splits) room(backend->split_scratch, weights_here);
     if (solves_sample()) {
       at.rho = arena.take<double>(1);
       at.weights.data = arena.take<std::byte>(at.weights.bytes);
-      room(backend->weigh_scratch);
       at.scratch.bytes = std::max(at.scratch.bytes, backend->solve_scratch(exec, sizes(kept)));
-    } else {
-      room([&](const Exec&, const Sizes&) { return at.weights.bytes + backend->weigh_scratch(exec, all); });
     }
     if (settings.tail != Tail::none) room(backend->tail_scratch);
     if (reuses()) at.scratch.bytes = std::max(at.scratch.bytes, n * codes * 4);

@@ -11,7 +11,7 @@ namespace scope {
 int iterations_of(const Settings& settings, const Start& start);
 
 GroupArgs group_args(const Frame& frame, const Sample& s, Chunk chunk, const Start& start);
-SplitArgs split_args(const Frame& frame, const Sample& s, Chunk chunk, const Start& start);
+SplitArgs split_args(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot);
 EncodeArgs encode_args(const Frame& frame, const Sample& s, Chunk chunk, const Start& start);
 ScoreArgs score_args(const Frame& frame, Chunk chunk, const StateSlot& slot);
 CompensateArgs compensate_args(const Frame& frame, const Sample& s, Chunk chunk, const StateSlot& slot);

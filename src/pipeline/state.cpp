@@ -30,8 +30,7 @@ std::array<StateArray, StateLayout::count> table(const Plan& plan) {
   return std::to_array<StateArray>({
       {"centroids", plan.groups, dim, &StateSlot::groups, &Workspace::centroids},
       {"codebooks", plan.codes, dim, &StateSlot::codes, &Workspace::codebooks},  // subspace after subspace
-      {"part centroids", plan.groups, plan.parts() * dim, &StateSlot::groups, &Workspace::part_centroids, plan.parts() > 0},
-      {"labels", 1, q, &StateSlot::groups, nullptr, reuses},  // by token, like the next
+      {"labels", 1, q, &StateSlot::groups, nullptr, reuses},                     // by token, like the next
       {"codes", plan.subspaces(), k, &StateSlot::codes, nullptr, reuses},
   });
 }

@@ -40,7 +40,7 @@ struct StateArray {
 };
 
 struct StateLayout {
-  enum Row { centroids, codebooks, part_centroids, labels, codes, count };
+  enum Row { centroids, codebooks, labels, codes, count };
 
   explicit StateLayout(const Plan& plan);
   StateSlot* slot(void* memory, int64_t sample) const;
