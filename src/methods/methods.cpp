@@ -30,9 +30,7 @@ void svoo_model(const Model& model, Settings& settings) {
 void no_model(const Model&, Settings&) {}
 
 // What goes beyond the paper, as whole videos chose it (docs/notebook/choices.md).
-Settings with_means() {
-  return {.proxy = ProxyKind::exact, .select_stride = 2, .tail = Tail::means, .tail_weight = 1};
-}
+Settings with_means() { return {.proxy = ProxyKind::exact, .select_stride = 2, .tail = Tail::means, .tail_weight = 1}; }
 
 // scope-mean at one density, without dense steps and layers, for every model.
 Settings preset(double density) {
@@ -71,13 +69,13 @@ constexpr Method kTable[] = {
      .apply_model = scope_model,
      .defaults = with_means},
     {.name = "fast",
+     .help = "preset: scope-mean at density 0.12, without dense steps and layers",
+     .apply_model = preset_model,
+     .defaults = [] { return preset(0.12); }},
+    {.name = "quality",
      .help = "preset: scope-mean at density 0.18, without dense steps and layers",
      .apply_model = preset_model,
      .defaults = [] { return preset(0.18); }},
-    {.name = "quality",
-     .help = "preset: scope-mean at density 0.26, without dense steps and layers",
-     .apply_model = preset_model,
-     .defaults = [] { return preset(0.26); }},
     {.name = "svg2",
      .help =
          "Sparse VideoGen2: keeps whole clusters of keys by weight; 300 groups, 1,000 clusters, 50 full first iterations",

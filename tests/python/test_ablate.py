@@ -253,10 +253,10 @@ def test_a_variant_with_densities_of_its_own_runs_once_beside_every_point(ablate
 
 def test_presets_are_their_settings(ablate, small, tmp_path):
     fast, given, quality = ablate(tmp_path / "presets.json", *small, "--seeds", 1, "--variants",
-                                  "fast,scope-mean:target_density=0.26+dense_steps=0+dense_layers=0,quality", "--density", 0.3,
+                                  "fast,scope-mean:target_density=0.18+dense_steps=0+dense_layers=0,quality", "--density", 0.3,
                                   "--no-control").data["rows"]
     assert {r["target"] for r in (fast, given, quality)} == {None} and {r["calls"]["dense"] for r in (fast, quality)} == {0}
-    assert abs(fast["density"][0] - 0.18) < 0.01 and abs(quality["density"][0] - 0.26) < 0.01 and quality["psnr"] == given["psnr"]
+    assert abs(fast["density"][0] - 0.12) < 0.01 and abs(quality["density"][0] - 0.18) < 0.01 and quality["psnr"] == given["psnr"]
 
 
 def test_a_stopped_run_leaves_its_seeds_and_another_goes_on_after_them(scope, ablate, small, found, tmp_path):

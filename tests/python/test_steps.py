@@ -81,7 +81,7 @@ def expect_sums(out, schedule):
         low, high = schedule(case, dense["dense_pass_s"])
         assert low * (1 - 1e-9) <= case["run_s"] <= high * (1 + 1e-9), (case, low, high)
     assert others[0]["density"] == 0.3 and others[0]["dense_pass_s"] is not None and others[0]["parts"]["dense_attention"] > 0
-    assert others[1]["density"] == 0.18 and others[1]["dense_pass_s"] is None and others[1]["parts"]["dense_attention"] == 0
+    assert others[1]["density"] == 0.12 and others[1]["dense_pass_s"] is None and others[1]["parts"]["dense_attention"] == 0
 
 
 def wan_run(case, dense):

@@ -666,7 +666,7 @@ def test_pace():
 
 def test_preset():
     """A preset has a density of its own, which another one overrides, no dense step and no dense layer; the receipt says it."""
-    for given, density in ((dict(), 0.18), (dict(target_density=0.3), 0.3)):
+    for given, density in ((dict(), 0.12), (dict(target_density=0.3), 0.3)):
         pipe = tiny.wan()
         scope_attn.enable(pipe, "fast", min_tokens=0, **given)
         tiny.make_wan(pipe)

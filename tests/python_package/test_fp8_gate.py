@@ -109,7 +109,7 @@ def test_fast_is_what_enable_gives(steps, ahead):
     """Both nets round differently, and where that changes a key that is kept, later steps and a few pixels differ."""
     gate = gate_of(steps)
     (fast, density, _), (dense, one, _) = gate.make(0, "fast", False), gate.make(0, "dense", False)
-    assert density == pytest.approx(0.18, rel=0.02) and one == 1
+    assert density == pytest.approx(0.12, rel=0.02) and one == 1
     near, far = (fp8_gate.quality.means(list(zip(fast, other)), torch.device("cpu"))["psnr"] for other in (enabled(gate, steps), dense))
     assert (near or 100) > far + ahead and far < 35
 
