@@ -27,9 +27,9 @@ import provenance
 
 STAGES = ("group", "encode", "score", "select", "attend")
 VIDEO_HEADS = 12  # the bundled model's: 2 in each of 6 layers
-DAMPED = "scope-mean:tail=mean+tail_weight=0.75+select_stride=1"  # scope-mean before 0.3
+DAMPED = "scope-mean:tail=mean+tail_weight=0.75+select_stride=1+warm_sample=1"  # scope-mean before 0.3
 METHODS = ("scope", "scope-paper", "scope-exact", DAMPED, "scope-mean", "svg2", "svg2:first_sample=0.1", "sparge")  # as in `scope compare`
-MEANS = (DAMPED, "scope-mean", "scope-mean:warm_sample=0.25", "scope-mean:products=qk8")
+MEANS = (DAMPED, "scope-mean", "scope-mean:warm_sample=1", "scope-mean:products=qk8")
 
 
 def median_ms(body, repeat, warm=2):

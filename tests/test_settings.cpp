@@ -372,9 +372,13 @@ TEST(Methods, RowsAreWhatTheyWere) {
       {"scope", ""},
       {"scope-paper", "groups=300 codes=333 first_sample=1 alpha_first=yes"},
       {"scope-exact", "proxy=exact"},
-      {"scope-mean", "proxy=exact select_stride=2 tail=means tail_weight=1"},
-      {"fast", "proxy=exact target_density=0.12 select_stride=2 tail=means tail_weight=1 dense_layers=0 dense_steps=0"},
-      {"quality", "proxy=exact target_density=0.18 select_stride=2 tail=means tail_weight=1 dense_layers=0 dense_steps=0"},
+      {"scope-mean", "warm_sample=0.25 proxy=exact select_stride=2 tail=means tail_weight=1"},
+      {"fast",
+       "warm_sample=0.25 proxy=exact target_density=0.12 select_stride=2 tail=means tail_weight=1 dense_layers=0 "
+       "dense_steps=0"},
+      {"quality",
+       "warm_sample=0.25 proxy=exact target_density=0.18 select_stride=2 tail=means tail_weight=1 dense_layers=0 "
+       "dense_steps=0"},
       {"svg2", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=clusters"},
       {"svg2-ear", "groups=300 partition=even:1 codes=1000 first_sample=1 rule=error_aware tail=centroids"},
       {"svoo",

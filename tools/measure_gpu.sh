@@ -126,7 +126,7 @@ ablate() {  # RESULT SEEDS OPTIONS
   measure "$1" "$scope" "$seeds" make_videos "${@:3}"
 }
 
-damped=scope-mean:tail=mean+tail_weight=0.75+select_stride=1  # scope-mean before 0.3
+damped=scope-mean:tail=mean+tail_weight=0.75+select_stride=1+warm_sample=1  # scope-mean before 0.3
 methods=scope,scope-paper,scope-mean,svg2,svoo,sparge,svg2-ear,sol
 paper=scope-paper
 ablations=$paper,$paper:partition=even:1,$paper:partition=even:2,$paper:partition=random:3,$paper:partition=even:4,$paper:partition=even:8,$paper:rule=hybrid,$paper:rule=top_p

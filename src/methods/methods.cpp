@@ -30,7 +30,9 @@ void svoo_model(const Model& model, Settings& settings) {
 void no_model(const Model&, Settings&) {}
 
 // What goes beyond the paper, as whole videos chose it (docs/notebook/choices.md).
-Settings with_means() { return {.proxy = ProxyKind::exact, .select_stride = 2, .tail = Tail::means, .tail_weight = 1}; }
+Settings with_means() {
+  return {.warm_sample = 0.25, .proxy = ProxyKind::exact, .select_stride = 2, .tail = Tail::means, .tail_weight = 1};
+}
 
 // scope-mean at one density, without dense steps and layers, for every model.
 Settings preset(double density) {
