@@ -91,9 +91,12 @@ __device__ void prepare(Shared<kDim, kParts>& shared, int parts) {
   }
 }
 
+// Blocks of a multiprocessor: as many as their registers leave room for.
+constexpr int blocks_of(int dim, int parts) { return (dim == 64 ? 5 : 4) - (parts == 8 ? 0 : 2); }
+
 // kParts: as many as `p.parts` or more.
 template <class T, int kDim, int kParts>
-__global__ void __launch_bounds__(kThreads, kParts == 8 ? 5 : 3) split_groups(SplitLaunch p) {
+__global__ void __launch_bounds__(kThreads, blocks_of(kDim, kParts)) split_groups(SplitLaunch p) {
   constexpr int kChunks = kDim / 8, kTileBytes = kRows * kDim * 2;
   constexpr uint32_t kOne = std::is_same_v<T, __half> ? 0x3c00 : 0x3f80;
   extern __shared__ __align__(256) char memory[];  // places are XORed with channel offsets
@@ -224,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, kParts == 8 ? 5 : 3) split_groups(Sp
       token = next;
       next = after;
     }
-    __syncwarp();
+    __syncthreads();  // all warps have read their tiles, over which the sums of others go
 #pragma unroll
     for (int i = 0; i < kDim / 16 * kParts / 8 * 4; ++i) {
       const int e = i % 4, n = i / 4 % (kParts / 8), c = i / 4 / (kParts / 8);
