@@ -25,9 +25,12 @@ void launch(const Exec& exec, const char* name, void (*kernel)(Parameters...), i
   if (shared_bytes > exec.device->shared_bytes) {  // which the tests make less than the device has
     fail(Status::internal, std::string(name) + ": more shared memory than a block can have");
   }
-  if (shared_bytes > 0) {  // more than 48 KiB must be asked for
-    const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    check(cudaFuncSetAttribute(kernel, most, static_cast<int>(shared_bytes)), name);
+  if (shared_bytes > 32 << 10) {  // more than 48 KiB, what the kernel declares among them, must be asked for
+    // As much as there is, since the program's threads share the answer: less would take from a launch that is on its way.
+    cudaFuncAttributes declared{};
+    check(cudaFuncGetAttributes(&declared, kernel), name);
+    const auto rest = static_cast<int>(exec.device->shared_bytes - static_cast<int64_t>(declared.sharedSizeBytes));
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, rest), name);
   }
   kernel<<<static_cast<unsigned>(blocks), threads, static_cast<size_t>(shared_bytes), stream(exec)>>>(args...);
   check_launch(name);
