@@ -220,8 +220,8 @@ void expect_ties_by_index(const Proxy& proxy, int64_t group, const std::vector<i
   }
 }
 
-// What a group drops of the mass of the keys that its rule sees, `kept` of whose scores it keeps.
-void expect_dropped(const Selection& ours, int64_t group, std::vector<double> scores, int64_t kept) {
+// What a group drops of the mass of `keys` keys, by those that its rule sees, `kept` of whose scores it keeps.
+void expect_dropped(const Selection& ours, int64_t group, std::vector<double> scores, int64_t kept, int64_t keys) {
   if (ours.dropped.size() == 0) return;
   if (kept == 0) {  // it has no queries
     EXPECT_EQ(ours.dropped[group], 0);
@@ -239,7 +239,9 @@ void expect_dropped(const Selection& ours, int64_t group, std::vector<double> sc
   }
   const auto size = static_cast<int64_t>(scores.size());
   EXPECT_NEAR(ours.dropped[group], kept == size ? 0 : dropped / mass, limits().mass + like / mass * std::min(1.0, resolved));
-  EXPECT_NEAR(ours.log_mass[group], std::log(mass) + scores.front(), limits().mass * (1 + std::abs(scores.front())));
+  const double weight = static_cast<double>(keys) / static_cast<double>(size);  // of a key that the rule sees
+  EXPECT_NEAR(ours.log_mass[group], std::log(mass * weight) + scores.front(),
+              limits().mass * (1 + std::abs(scores.front())));
 }
 
 // Everything that the specification promises of one selection (R3).
@@ -270,7 +272,7 @@ void expect_selection(const Exec& exec, const Problem& problem, const Selection&
     ASSERT_EQ(ours.counts[c], want.counts[static_cast<size_t>(c)]);
     const auto kept = ours.kept(c);
     ASSERT_EQ(static_cast<int64_t>(kept.size()), ours.counts[c]) << "popcount of the mask row";
-    expect_dropped(ours, c, scores, ours.counts[c]);
+    expect_dropped(ours, c, scores, ours.counts[c], proxy.count);
     if (limits().exact_keys) {
       ASSERT_EQ(kept, reference::top_keys(f32_row(exec, proxy, c), ours.counts[c]));
     } else {
@@ -659,7 +661,8 @@ void expect_by_sample(const Exec& exec, const Problem& problem, const Selection&
     const auto scores = limits().exact_keys ? f32_row(exec, proxy, c) : reference::score_row(proxy, c);
     std::vector<double> sample, sorted;
     for (int64_t i = 0; i < n; ++i) sample.push_back(scores[static_cast<size_t>(args.phase + i * args.stride)]);
-    expect_dropped(ours, c, sample, of_sample);
+    expect_dropped(ours, c, sample, of_sample, proxy.count);
+    ASSERT_EQ(kept.empty(), of_sample == 0);
     if (of_sample == 0 || of_sample == n) {
       ASSERT_EQ(ours.counts[c], of_sample == 0 ? 0 : proxy.count);
       continue;

@@ -183,7 +183,7 @@ Sizes Plan::sizes(int64_t heads) const {
           .groups = groups,
           .codes = codes,
           .whole_codes = !settings.dense && rule().whole_codes,
-          .sampled = settings.select_stride > 1,
+          .sampled = select_stride() > 1,
           .extra = settings.dense     ? 0
                    : tail().per_group ? groups
                    : tail().per_code  ? codes

@@ -127,6 +127,9 @@ struct Plan {
     return !settings.dense && shape.heads > 1 && settings.target_scope == TargetScope::sample &&
            (settings.target_density > 0 || rule().meets == Meets::by_rho);
   }
+  // Whether select weighs the keys themselves and keeps them one by one.
+  bool selects_exact_keys() const { return !settings.dense && !row(settings.proxy).codes && !rule().whole_codes; }
+  int64_t select_stride() const { return selects_exact_keys() ? settings.select_stride : 1; }
   bool needs_v() const { return settings.dense || settings.tail != Tail::none || compensates(); }
   bool reuses() const { return !settings.dense && settings.reuse_interval > 1; }  // its states hold labels and codes too
   int64_t subspaces() const { return static_cast<int64_t>(partition.size()); }

@@ -27,9 +27,7 @@ PerHead<int32_t> part_labels(const Frame& f) { return {f.at.part_labels, f.plan.
 PerHead<int32_t> part_sizes(const Frame& f) { return {f.at.part_sizes, f.plan.groups * f.plan.parts()}; }
 PerHead<float> log_mass(const Frame& f) { return {f.at.log_mass, f.plan.groups}; }
 // Whether keep says what share of the mass each group drops.
-bool keep_weighs(const Frame& f) {
-  return f.plan.tail().splits && !row(f.plan.settings.proxy).codes && !f.plan.rule().whole_codes;
-}
+bool keep_weighs(const Frame& f) { return f.plan.tail().splits && f.plan.selects_exact_keys(); }
 PerHead<uint32_t> tail_mask(const Frame& f, const StateSlot& slot) {
   return {f.at.tail_mask, (f.plan.groups + 1) * mask_words(f.plan.tail().per_group ? slot.groups : slot.codes)};
 }
@@ -219,7 +217,7 @@ double mean_alpha(const Frame& f) {
 
 WeighArgs weigh_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot, const double* alpha) {
   const Settings& settings = f.plan.settings;
-  const int64_t stride = s.tokens.keys / settings.select_stride < kFewestSampledKeys ? 1 : settings.select_stride;
+  const int64_t stride = s.tokens.keys / f.plan.select_stride() < kFewestSampledKeys ? 1 : f.plan.select_stride();
   return {.heads = chunk.count,
           .proxy = proxy(f, s, chunk, slot),
           .sizes = sizes(f),

@@ -64,8 +64,8 @@ struct KeepArgs {
   PerHead<double> rho_used = {};      // [1] out: rho, or what was solved for; 0: the least that is kept is above the target
   PerHead<double> alpha_used = {};    // [1] out: alpha, or less where a target asks for it
   PerHead<uint32_t> mask = {};        // [groups, mask_words(k.tokens)] out, in token positions
-  // [groups] out, of single keys by exact proxies: what share of the mass of all keys the group drops, by the keys that its
-  // rule sees, and the log of that mass; null: not wanted.
+  // [groups] out, of single keys by exact proxies: what share of the mass of all keys the group drops, and the log of that
+  // mass. Both by the keys that its rule sees: one of a sample stands for count / sampled_keys. Null: not wanted.
   PerHead<float> dropped = {}, log_mass = {};
   const TailArgs* mean = nullptr;  // made in the same pass, without scratch of its own: see Capabilities::mean_in_keep
 };

@@ -51,16 +51,21 @@ __global__ void __launch_bounds__(kSolveThreads)
         const float left = row.below(bin) + inside * static_cast<float>(n - need) / static_cast<float>(n);
         if (count < p.count) dropped = fminf(left / row.mass, 1.0f);
         const int first = row.search(0, bins.count - 1, [&](int b) { return row.keys(b) > 0; });
-        log_mass = logf(row.mass) + top_of(p, s, head, c, first);
+        const float weight = a.all == 0 ? 1 : static_cast<float>(a.all) / static_cast<float>(p.count);  // of a sampled key
+        log_mass = logf(row.mass * weight) + top_of(p, s, head, c, first);
       }
       limit = static_cast<uint32_t>(bin) << bins.sub_bits;
       end = limit + (1u << bins.sub_bits);
       const int dropped_bits = max(0, bins.sub_bits - (32 - key_bits));
       const float resolution = row.width / static_cast<float>(1 << (bins.sub_bits - dropped_bits));
       if (a.all > 0) {  // as if the bin's keys were evenly spread, of which few are not
-        limit = count == p.count || bin == bins.count - 1
-                    ? static_cast<uint32_t>(bins.count) << bins.sub_bits
-                    : limit + static_cast<uint32_t>((int64_t{need} << bins.sub_bits) / n);
+        if (count == p.count || bin == bins.count - 1) {
+          limit = static_cast<uint32_t>(bins.count) << bins.sub_bits;
+        } else if (need == count) {  // the whole bin, or nothing might be kept
+          limit += 1u << bins.sub_bits;
+        } else {
+          limit += static_cast<uint32_t>((int64_t{need} << bins.sub_bits) / n);
+        }
         end = limit;
         if (need < n && n > p.count / 8 && count < p.count) todo = kExactSelect;
         need = 0;
