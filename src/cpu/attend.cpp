@@ -225,20 +225,21 @@ class Attention {
   // One bundle, each query with its part's row: as Mix says.
   void mix_parts(float share, const int32_t* queries, int64_t n, float* o, const float* l) const {
     const auto follows = [&](int64_t i) { return args_.mix.follow > 0 && l[i] > 0 && std::isfinite(l[i]); };
-    float mean[kMostChannels] = {};
+    const float one = 1;
+    alignas(64) float rows[2][kMostChannels] = {};  // the part's, and the mean of those that follow
+    float *const row = rows[0], *const mean = rows[1];
     int64_t of = 0;
+    for (int64_t i = 0; i < n; ++i) of += follows(i) ? 1 : 0;
     for (int64_t i = 0; i < n; ++i) {
       if (!follows(i)) continue;
-      ++of;
-      for (int64_t c = 0; c < q_.dim; ++c) mean[c] += o[i * at_.stride + c] / l[i];
+      const float weight = 1 / (l[i] * static_cast<float>(of));
+      exec_.kernels->accumulate(&weight, 1, 1, o + i * at_.stride, at_.stride, 1, channels_, &one, mean, kMostChannels);
     }
     for (int64_t i = 0; i < n; ++i) {
-      const float* row = mix_row_ + mix_part_[queries[i]] * q_.dim;
-      const float followed = follows(i) ? share * args_.mix.follow : 0,
-                  of_mean = of > 0 ? followed / static_cast<float>(of) : 0;
-      const float scale = (1 - share + followed) * inverse_of(l[i]);
-      float* to = o + i * at_.stride;
-      for (int64_t c = 0; c < q_.dim; ++c) to[c] = to[c] * scale + (share * row[c] - of_mean * mean[c]);
+      const float followed = follows(i) ? share * args_.mix.follow : 0, scale = (1 - share + followed) * inverse_of(l[i]);
+      const float weights[2] = {share, -followed};
+      std::copy_n(mix_row_ + mix_part_[queries[i]] * q_.dim, q_.dim, row);
+      exec_.kernels->accumulate(weights, 2, 1, row, kMostChannels, 2, channels_, &scale, o + i * at_.stride, at_.stride);
     }
   }
 

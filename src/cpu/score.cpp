@@ -92,6 +92,7 @@ void multiply_rows(const Exec& exec, const Proxy& proxy, int64_t head, Span grou
                    float* buffer) {
   const RowsView k = proxy.k[head], centroids{proxy.centroids[head], DType::f32, proxy.groups, k.dim, k.dim};
   const AttendKernels& dots = attend_kernels(exec, k.dtype);
+  const float scale = proxy.scale;  // the compiler cannot tell that `out` leaves it alone
   const ProductBuffers at(Arena(buffer, score_rows_buffer(exec, k.dim) * int64_t{sizeof(float)}), exec, k.dim);
   for (int64_t j = keys.begin; j < keys.end; j += kKeys) {
     const int64_t width = std::min(kKeys, keys.end - j);
@@ -104,7 +105,7 @@ void multiply_rows(const Exec& exec, const Proxy& proxy, int64_t head, Span grou
       dots.dot(at.groups, at.stride, n, at.keys, width, k.dim, at.products, kKeys);
       for (int64_t i = 0; i < n; ++i) {
         float* to = out + (c - groups.begin + i) * stride + j;
-        for (int64_t x = 0; x < width; ++x) to[x] = at.products[i * kKeys + x] * proxy.scale;
+        for (int64_t x = 0; x < width; ++x) to[x] = at.products[i * kKeys + x] * scale;
       }
     }
   }

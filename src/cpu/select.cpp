@@ -366,11 +366,15 @@ class KeySelector {
     set_dropped(c, h, scores, {keys.begin(), last + 1}, keep);
     const float threshold = keep == n_ ? -std::numeric_limits<float>::infinity() : scores[*last];
     int64_t kept = emit_above(row, all, threshold, mask);
-    for (int64_t j = 0; j < all && kept < share; ++j) {
-      if (row[j] != threshold) continue;
-      set_mask_bit(mask, args_.proxy.rows[j]);
-      ++kept;
-    }
+    const float below = std::nextafter(threshold, -std::numeric_limits<float>::infinity());
+    for_above(row, kept < share ? all : 0, below, [&](int64_t j, uint32_t bits) {  // of those, what equals the threshold
+      for (; bits != 0 && kept < share; bits &= bits - 1) {
+        const int64_t key = j + std::countr_zero(bits);
+        if (row[key] != threshold) continue;
+        set_mask_bit(mask, args_.proxy.rows[key]);
+        ++kept;
+      }
+    });
     return static_cast<int32_t>(kept);
   }
 
@@ -381,22 +385,28 @@ class KeySelector {
     double kept = before == 0 ? 0 : h.mass[std::lower_bound(h.count, h.count + kBins, before) - h.count];
     for (const int32_t key : inside) kept += std::exp(static_cast<double>(row[key]) - static_cast<double>(h.high));
     dropped_[c] = keep == n_ ? 0.0f : static_cast<float>(std::max(0.0, 1 - kept / h.total()));
-    log_mass_[c] = static_cast<float>(static_cast<double>(h.high) + std::log(h.total()));
+    const double weight = static_cast<double>(args_.proxy.count) / static_cast<double>(n_);  // of a sampled key
+    log_mass_[c] = static_cast<float>(static_cast<double>(h.high) + std::log(h.total() * weight));
   }
 
   // Bits of the keys whose scores are above the threshold; returns how many.
   int64_t emit_above(const float* row, int64_t count, float threshold, uint32_t* mask) const {
     int64_t kept = 0;
+    for_above(row, count, threshold, [&](int64_t j, uint32_t bits) {
+      place_word(mask, args_.proxy.rows, count, j, bits);
+      kept += std::popcount(bits);
+    });
+    return kept;
+  }
+  // body(j, which of keys [j, j + 32) are above the threshold).
+  template <class Body>
+  void for_above(const float* row, int64_t count, float threshold, const Body& body) const {
     uint32_t words[kBinChunk / 32];
     for (int64_t j = 0; j < count; j += kBinChunk) {
       const int64_t n = std::min(kBinChunk, count - j);
       exec_.kernels->above(row + j, n, threshold, words);
-      for (int64_t w = 0; w < ceil_div(n, 32); ++w) {
-        place_word(mask, args_.proxy.rows, count, j + 32 * w, words[w]);
-        kept += std::popcount(words[w]);
-      }
+      for (int64_t w = 0; w < ceil_div(n, 32); ++w) body(j + 32 * w, words[w]);
     }
-    return kept;
   }
 
   const Exec& exec_;
