@@ -280,10 +280,20 @@ TEST_F(FpEight, ProductsAgainstFloat64) {
     for (const Operands operands : {Operands::e4m3, Operands::e4m3_fast}) {
       for (const bool biased : {false, true}) {
         const Buffer out = poisoned(rows * columns * 2);
+        const cuda::Product product{rows, columns, depth, DType::bf16, biased, false, operands};
+        const cuda::ProductArrays at{w.bytes.get(),
+                                     x.bytes.get(),
+                                     biased ? bias.get() : nullptr,
+                                     out.get(),
+                                     static_cast<const float*>(w.scales.get()),
+                                     static_cast<const float*>(x.scales.get())};
+        if (!products.has(product, at)) {
+          EXPECT_TRUE(biased && columns < depth / 100)
+              << "cuBLASLt may lack a bias where sums would be cut for so few outputs";
+          continue;
+        }
         const auto run = [&] {
-          products.multiply(plain_->stream, {rows, columns, depth, DType::bf16, biased, false, operands},
-                            {w.bytes.get(), x.bytes.get(), biased ? bias.get() : nullptr, out.get(),
-                             static_cast<const float*>(w.scales.get()), static_cast<const float*>(x.scales.get())});
+          products.multiply(plain_->stream, product, at);
           return read(out, DType::bf16, rows * columns);
         };
         const auto got = run();
