@@ -144,10 +144,10 @@ def together(load):
     """docs/guide/together.md: what sparse attention and fp8 linear layers give alone and together."""
     passes, videos, found = [], [], {}
     for model in MODELS:
+        passes.append(None)
         for name in (f"h200_together_{model}.json", f"h200_diffusers_{model}.json"):  # the second has bf16 layers alone
             with contextlib.suppress(FileNotFoundError):
-                passes.append(load(name))
-                found[name] = passes[-1]
+                passes[-1] = found[name] = load(name)
                 break
     for name in ("fp8_clips_wan.json", "fp8_tiny_wan.json"):
         videos.append(None)
@@ -159,8 +159,8 @@ def together(load):
     for title, variant, linear, judged in TOGETHER:
         cells = []
         for data in passes:
-            case, dense, same = (compiled_case(data, *of) for of in ((variant, linear), ("dense",), ("dense", linear)))
-            cells += [f"{dense['run_s'] / case['run_s']:.2f}", f"{same['run_s'] / case['run_s']:.2f}",
+            case, dense, same = (data and compiled_case(data, *of) for of in ((variant, linear), ("dense",), ("dense", linear)))
+            cells += [f"{dense['run_s'] / case['run_s']:.2f}", f"{same['run_s'] / case['run_s']:.2f}" if same else "not measured",
                       f"{case['peak_bytes'] / 2**30:.1f}"] if case else ["not measured"] * 3
         for rows in videos:
             psnr = rows.get(judged) if rows and judged else None

@@ -468,12 +468,27 @@ void expect_head(const Inputs& in, const Plan& plan, const Result& result, const
       for (size_t c = 0; c < centre.size(); ++c) centre[c] += member[c] / static_cast<double>(members.size());
     }
     for (double& x : centre) x = reference::rounded(x, in.dtype);
+    const auto mass_of = [&](int64_t j) { return std::exp(dot(centre, row_of(in.k, in.k_tokens, j))); };
+    const auto n = std::ssize(keys),
+               select_stride = n / plan.select_stride() < kFewestSampledKeys ? 1 : plan.select_stride();
+    const double each =
+        static_cast<double>(n) / static_cast<double>(n / select_stride);  // keys that a sampled one stands for
     double dropped = 0, all = 0;
+    std::vector<double> sampled;
+    for (int64_t i = 0; i < n / select_stride; ++i) {
+      const int64_t j = keys[static_cast<size_t>(i * select_stride)];  // of layer 0 and step 0
+      sampled.push_back(each * mass_of(j));
+      all += sampled.back();
+      if (select_stride == 1 && !mask_bit(mask, j)) dropped += sampled.back();
+    }
+    if (select_stride > 1) {  // rule fixed keeps the heaviest of the sample
+      std::sort(sampled.begin(), sampled.end(), std::greater<>());
+      for (auto i = ceil_share(plan.settings.density, std::ssize(sampled)); i < std::ssize(sampled); ++i) {
+        dropped += sampled[static_cast<size_t>(i)];
+      }
+    }
     for (int64_t j = 0; j < in.k_tokens; ++j) {
-      if (!extra.valid_key(in, b, j) && !mask_bit(keep, j)) continue;
-      const double weight = std::exp(dot(centre, row_of(in.k, in.k_tokens, j)));
-      all += weight;
-      if (!mask_bit(mask, j) && !mask_bit(keep, j)) dropped += weight;
+      if (mask_bit(keep, j)) all += mass_of(j);
     }
     const double share = std::min(plan.settings.tail_weight * dropped / all, 1 - 0x1p-10);
     const auto sees = [&](int64_t j) { return mask_bit(mask, j) || mask_bit(keep, j); };
@@ -537,6 +552,37 @@ TEST(TailMeans, CallsAreWhatTheyAreDefinedAs) {
         }
       }
     }
+  }
+}
+
+// Text counts once beside the keys of a sample, each of which stands for several.
+TEST(TailMeansOnCpu, SharesBesideTextBySampledKeys) {
+  const Context context = tested_context();
+  const Inputs in(1, 2, 90, 2300, 16, 21);
+  Extra extra;
+  extra.keep.resize(static_cast<size_t>(mask_words(in.k_tokens)));
+  for (int64_t j = 2100; j < in.k_tokens; ++j) set_mask_bit(extra.keep.data(), j);
+  for (const char* select_stride : {"1", "2"}) {
+    SCOPED_TRACE(fmt::format("every {}", select_stride));
+    const Plan plan(context, means_settings("fixed", {{"tail_parts", "2"}, {"select_stride", select_stride}}), in.shape());
+    const Result result = run(plan, in, extra);
+    for (int64_t h = 0; h < 2; ++h) ASSERT_NO_FATAL_FAILURE(expect_head(in, plan, result, extra, 0, h));
+  }
+}
+
+// Presets bring select_stride, which means nothing to codes and to rules that keep whole ones.
+TEST(TailMeans, CodesAndWholeCodesSeeEveryKey) {
+  const Context context = tested_context();
+  const Inputs in(1, 2, 200, 2100, 32, 22);
+  for (const char* rule : {"online", "clusters"}) {
+    SCOPED_TRACE(rule);
+    const Settings sampled =
+        method("scope-mean", {{"proxy", "codes"}, {"rule", rule}, {"partition", "even:1"}, {"groups", "9"}});
+    if (!tested_has(sampled)) continue;
+    Settings whole = sampled;
+    ASSERT_EQ(sampled.select_stride, 2);
+    whole.select_stride = 1;
+    EXPECT_TRUE(same_bits(run(Plan(context, sampled, in.shape()), in), run(Plan(context, whole, in.shape()), in)));
   }
 }
 

@@ -71,7 +71,7 @@ std::vector<Settings> settings_of(Products products) {
   return {method("dense", {{"products", name}}),
           method("scope", {{"products", name}, {"groups", "9"}, {"codes", "20"}, {"partition", "even:3"}, {"rho", "0.8"}}),
           method("scope-mean", {{"products", name}, {"groups", "9"}, {"target_density", "0.4"}}),
-          method("scope-mean", {{"products", name}, {"groups", "9"}, {"target_density", "0.4"}, {"tail", "means"}})};
+          method("scope-mean", {{"products", name}, {"groups", "9"}, {"target_density", "0.4"}, {"tail", "mean"}})};
 }
 
 // Root mean square of the differences over that of `want`.

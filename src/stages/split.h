@@ -20,10 +20,10 @@ struct SplitArgs {
   PerHead<const int32_t> order = {};    // [tokens] by group, as GroupArgs has them
   PerHead<const int64_t> offsets = {};  // [groups + 1]
   int rounds = 0;                       // >= 1
-  bool warm = false;
-  PerHead<float> centroids = {};  // [groups * parts, dim] in when warm, out
-  PerHead<int32_t> sizes = {};    // [groups * parts] out
-  PerHead<int32_t> labels = {};   // [tokens] out; -1: not grouped
+  bool warm = false;                    // from `centroids`: so tests follow each round; calls start anew
+  PerHead<float> centroids = {};        // [groups * parts, dim] in when warm, out
+  PerHead<int32_t> sizes = {};          // [groups * parts] out
+  PerHead<int32_t> labels = {};         // [tokens] out; -1: not grouped
   Scratch scratch = {};
 };
 
