@@ -20,8 +20,8 @@ RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 WIDTH, MARGIN, GAP, BAR = 1200, 24, 12, 34
 INK, PALE, OURS, PAPER = (33, 37, 41), (173, 181, 189), (25, 113, 194), (255, 255, 255)
 TIMES = 8  # by which the difference is enlarged
-RUNS = (("dense", "compiled, cuDNN's attention", PALE), ("scope:target_density=0.2", "SCOPE, 20 % of the keys", PALE),
-        ("fast", "preset fast, 18 %", OURS))
+RUNS = (("dense", "compiled, cuDNN's attention", PALE), ("scope:target_density=0.2", "SCOPE, {:.0%} of the keys", PALE),
+        ("fast", "preset fast, {:.0%}", OURS))
 
 
 def font(size):
@@ -51,9 +51,10 @@ def bars(draw, y, title, data):
     left, right = MARGIN + 260, WIDTH - MARGIN - 190
     for variant, name, colour in RUNS:
         y += BAR
-        seconds = real_scale.compiled_case(data, variant)["run_s"]
+        case = real_scale.compiled_case(data, variant)
+        seconds = case["run_s"]
         end = left + round((right - left) * seconds / dense)
-        draw.text((MARGIN, y), name, INK, font(18))
+        draw.text((MARGIN, y), name.format(case["density"]), INK, font(18))
         draw.rectangle((left, y, end, y + BAR - 10), colour)
         times = "" if variant == "dense" else f", {dense / seconds:.2f} times as fast"
         draw.text((end + 8, y), f"{seconds:,.0f} s{times}", INK, font(18))

@@ -171,7 +171,7 @@ class Receipt:
         if self.settings["careful"]:
             lines.append(f"target_density={told['target_density']} is the default: neither a density nor rho or rule was given")
         if self.settings["idle_products"]:
-            lines.append(f"products={told['products']}: for heads of 64 channels an H200 is no faster with it than with bf16")
+            lines.append(f"products={told['products']}: for heads of up to 64 channels an H200 is no faster with it than with bf16")
         if self.settings["ranks"] > 1:
             lines.append(f"rank {self.settings['rank']} of {self.settings['ranks']}, which attends with its own heads" +
                          (": each rank meets the density over its own (target_scope=head: every head does, as on one rank)"
