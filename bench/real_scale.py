@@ -176,18 +176,18 @@ def together(load):
         f"Source: {sources(found)}.", ""])
 
 
-# What a reader sets, its density, and how it was timed and judged: the variant of passes; variant, result and target of videos.
-SETTINGS = (("`enable(pipe)`", 0.2, None, ("scope-mean", "call", 0.2)),
-            ('`enable(pipe, "quality")`', 0.26, None, ("quality", "own", None)),
-            ('`enable(pipe, "fast")`', 0.18, "fast", ("fast", "own", None)),
-            ("for comparison: SCOPE as published", 0.2, "scope:target_density=0.2", ("scope-paper", "run", 0.2)))
+# What a reader sets, and how it was timed and judged: the variant of passes; variant, result and target of videos.
+SETTINGS = (("`enable(pipe)`", None, ("scope-mean", "call", 0.2)),
+            ('`enable(pipe, "quality")`', None, ("quality", "means", None)),
+            ('`enable(pipe, "fast")`', "fast", ("fast", "means", None)),
+            ("for comparison: SCOPE as published", "scope:target_density=0.2", ("scope-paper", "run", 0.2)))
 
 
 def nearness(load, model):
-    """Of each setting: the mean PSNR over the videos that all of them made, seeds from 0 on; and how many those are."""
-    found = [row(load(f"{match}_{model}.json"), variant, target)["psnr"] for *_, (variant, match, target) in SETTINGS]
-    videos = min(map(len, found))
-    return [f"{statistics.mean(psnr[:videos]):.1f} dB" for psnr in found], videos
+    """Of each setting: the mean PSNR over the videos that all of them made, seeds from 0 on; how many those are, and the rows."""
+    found = [row(load(f"{match}_{model}.json"), variant, target) for *_, (variant, match, target) in SETTINGS]
+    videos = min(len(r["psnr"]) for r in found)
+    return [f"{statistics.mean(r['psnr'][:videos]):.1f} dB" for r in found], videos, found
 
 
 def gains(load, folder):
@@ -195,14 +195,26 @@ def gains(load, folder):
     models = [load(f"h200_diffusers_{name}.json") for name in MODELS]
     lines = ["| setting | keys kept | times as fast: Wan2.1 14B | HunyuanVideo 13B | nearness: 75,600 tokens | 8,320 tokens |",
              "|---" * 6 + "|"]
-    (long, long_videos), (short, short_videos) = (nearness(load, model) for model in ("clips_wan", "tiny_wan"))
-    for (name, density, timed, _), far, near in zip(SETTINGS, long, short):
-        bold = "**" if timed == "fast" else ""
-        times = [f"{bold}{faster(data, timed)}{bold}" if timed else "–" for data in models]
+    (long, long_videos, rows), (short, short_videos, _) = (nearness(load, model) for model in ("clips_wan", "tiny_wan"))
+    older = None  # the share of keys of a preset that was timed with another
+    for (name, timed, (_, _, target)), found, far, near in zip(SETTINGS, rows, long, short):
+        density = target or round(statistics.mean(found["density"]), 2)
+        bold, times = "**" if timed == "fast" else "", []
+        for data in models:
+            kept = compiled_case(data, timed)["density"] if timed else density
+            older = kept if kept != density else older
+            times.append(f"{bold}{faster(data, timed)}{bold}" + (f" at {kept:.2f}" if kept != density else "") if timed else "–")
         lines.append(f"| {name} | {density:.2f} | {' | '.join(times)} | {far} | {near} |")
     first = models[0]
     spread = ", of unknown spread" if first["repeat"] == 1 else ""
     layers = " and ".join(str(data["layers"]) for data in models)
+    notes = []
+    if older:
+        notes.append(f"- **At {older:.2f}**: timed when `fast` kept that share of the keys, in version 0.2. It keeps fewer now; whole "
+                     "models were not timed again yet.")
+    if rows[0]["settings"]["tail"] == "mean":
+        notes.append("- **The first row** was judged with version 0.2's mean, one for each group. Today's is 2 dB nearer at densities "
+                     f"0.05 and 0.10 on the first model, and 3 dB on the second ([a finer mean]({folder}notebook/fidelity.md#a-finer-mean)).")
     return "\n".join([
         *lines, "",
         "- **Speed**: the whole 720p schedule on an H200, over diffusers' compiled blocks with cuDNN's dense attention. All "
@@ -211,6 +223,7 @@ def gains(load, folder):
         "- **Nearness**: PSNR against the dense video of the same seed; higher is nearer. Two small models of Wan's design were judged, "
         f"by the same {long_videos} and {short_videos} videos in every row ([fidelity]({folder}notebook/fidelity.md)); the first is not "
         "in this repository. **No video of a full-size model was judged.** On short videos the published method is nearer than `fast`.",
+        *notes,
         "- **The last row**: its speed is that of `scope`, its nearness that of `scope-paper` "
         f"([methods]({folder}reference/methods.md)) by one threshold for a run. The others meet their share in each call.", ""])
 

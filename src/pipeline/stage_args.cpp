@@ -32,7 +32,7 @@ PerHead<uint32_t> tail_mask(const Frame& f, const StateSlot& slot) {
   return {f.at.tail_mask, (f.plan.groups + 1) * mask_words(f.plan.tail().per_group ? slot.groups : slot.codes)};
 }
 
-// A third gained 0.05 dB, and going on from the last call's parts nothing (docs/notebook/choices.md).
+// Videos do not tell one, two and three apart (docs/notebook/choices.md).
 constexpr int kSplitRounds = 2;
 
 Proxy proxy(const Frame& f, const Sample& s, Chunk chunk, const StateSlot& slot) {
