@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kDim, kParts)) split_group
           mma_16x8x16<T>(high[n], a, b.x, b.y);
         }
       }
-      __syncwarp();  // the tile has been read: rows may be cleared
+      __syncwarp();        // the tile has been read: rows may be cleared
       uint32_t parts = 0;  // of rows lane / 4 and, 8 bits higher, lane / 4 + 8
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
