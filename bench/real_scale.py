@@ -214,7 +214,8 @@ def gains(load, folder):
                      "models were not timed again yet.")
     if rows[0]["settings"]["tail"] == "mean":
         notes.append("- **The first row** was judged with version 0.2's mean, one for each group. Today's is 2 dB nearer at densities "
-                     f"0.05 and 0.10 on the first model, and 3 dB on the second ([a finer mean]({folder}notebook/fidelity.md#a-finer-mean)).")
+                     "0.05 and 0.10 on the first model, and 3 dB on the second ([a finer mean]"
+                     f"({folder}notebook/fidelity.md#a-finer-mean)).")
     return "\n".join([
         *lines, "",
         "- **Speed**: the whole 720p schedule on an H200, over diffusers' compiled blocks with cuDNN's dense attention. All "
