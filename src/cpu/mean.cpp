@@ -76,6 +76,7 @@ void Mean::set_centre() const {
 
 // The mass of the text under a group's centroid, relative to `high`, on the scale of the proxy's logits.
 double Mean::text_mass(int64_t group, double high, int thread) const {
+  if (args_.keep == nullptr) return 0;
   const float* centroid = proxy_.centroids[head_] + group * proxy_.k.dim;
   double mass = 0;
   const auto add = [&](const float* key) {
@@ -87,7 +88,7 @@ double Mean::text_mass(int64_t group, double high, int thread) const {
   };
   int32_t tokens[kKeyBlock];
   int64_t n = 0;
-  for (int64_t t = 0; args_.keep != nullptr && t < proxy_.k.tokens; ++t) {
+  for (int64_t t = 0; t < proxy_.k.tokens; ++t) {
     if (mask_bit(args_.keep, t)) tokens[n++] = static_cast<int32_t>(t);
     if (n < kKeyBlock) continue;
     each_key(tokens, n, thread, add);
