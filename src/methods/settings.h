@@ -54,8 +54,8 @@ struct Settings {
   double target_density = 0;                    // 0: none
   std::vector<DensityStep> density_steps = {};  // rising, the last until 1; empty: none
   TargetScope target_scope = TargetScope::sample;
-  int64_t select_stride = 1;  // keys for one that select decides from
   bool alpha_first = false;   // a target leaves alpha as it is where it can
+  int64_t select_stride = 1;  // keys for one that select decides from
   double similarity = -0.1;
   Tail tail = Tail::none;
   double tail_weight = 0.75;                // of what tails mean and means mix in

@@ -1,11 +1,11 @@
 // What the transformer asks of a machine: memory, linear layers, and the few steps between them.
 #pragma once
 
-#include <compare>
 #include <map>
 #include <memory>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -44,7 +44,9 @@ struct LinearShape {
   DType type;
   bool fp8 = false;  // of e4m3
   double flop() const { return 2.0 * static_cast<double>(rows) * static_cast<double>(out) * static_cast<double>(in); }
-  auto operator<=>(const LinearShape&) const = default;
+  bool operator<(const LinearShape& b) const {
+    return std::tie(rows, out, in, type, fp8) < std::tie(b.rows, b.out, b.in, b.type, b.fp8);
+  }
 };
 struct LinearTime {
   int64_t calls = 0;
