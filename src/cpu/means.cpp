@@ -31,7 +31,7 @@ class PartMeans {
               .centroids = parts_.centroids,
               .k = args.proxy.k,
               .rows = at.sampled};
-    for (int64_t j = (parts_.phase + head) % parts_.stride; j < args.proxy.count; j += parts_.stride) {
+    for (int64_t j = parts_.phase % parts_.stride; j < args.proxy.count; j += parts_.stride) {
       at.sampled[proxy_.count++] = args.proxy.rows[j];
     }
   }

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(cut_of(kSource == Source::exact, kMean).most_t
 
   const int64_t head = blockIdx.x / kParts / group_blocks;
   const int group0 = static_cast<int>(blockIdx.x) / kParts % group_blocks * tiles * kTile, part = blockIdx.x % kParts;
-  const TailKeys all(p, tail, head);
+  const TailKeys all(p, tail);
   const auto [begin, end] = keys_of_part(all.count, part, kParts);
   const int thread = threadIdx.x, threads = blockDim.x, warp = warp_index(), lane = thread % 32;
   const int tile = warp % tiles, own = warp / tiles * kOwn;  // its first key of 64

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_masks(ProxyLaunch p, Ta
   const int64_t at = (blockIdx.x * int64_t{kSampleThreads} + threadIdx.x) / 32, head = at / to.groups;
   const auto group = static_cast<int32_t>(at % to.groups), lane = static_cast<int32_t>(threadIdx.x % 32);
   if (head >= p.heads) return;
-  const TailKeys all(p, tail, head);
+  const TailKeys all(p, tail);
   const uint32_t* kept = to.kept[head] + group * to.words;
   int32_t kept_keys = 0;
   for (int64_t w = lane; w < tail.words; w += 32) {

@@ -10,7 +10,7 @@ inline constexpr int kMeanThreads = 128, kMostPartials = 16;
 // One channel's sum over the keys of a partial result, key by key and so without those that are kept.
 __device__ __forceinline__ float plain_sum(const ProxyLaunch& p, const TailLaunch& tail, int64_t head, int group,
                                            int partial, float top, int channel) {
-  const TailKeys all(p, tail, head);
+  const TailKeys all(p, tail);
   const KeyRange keys = keys_of_part(all.count, partial / tail.splits, tail.partials / tail.splits);
   const uint32_t* kept = kept_row(p, tail, head, group);
   const int own = kTailKeys / tail.splits;

@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     shared.kept[i / C::kGroups][i % C::kGroups] = {~0u, ~0u};
   }
   __syncthreads();
-  const TailKeys all(p, tail, head);
+  const TailKeys all(p, tail);
   const KeyRange keys = keys_of_part(all.count, part, tail.partials);
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0);
   if (warpgroup < 0) {

@@ -20,7 +20,7 @@ struct TailLaunch {
   PerHead<const uint32_t> kept;  // [groups, words]
   int64_t words;
   bool by_key = false;            // bit j of `kept` is key j; else it is token j
-  int32_t stride = 1, phase = 0;  // head h has the keys at positions (phase + h) mod stride, + stride, ...
+  int32_t stride = 1, phase = 0;  // the keys at positions phase, phase + stride, ...
   int32_t partials;               // for each group
   int32_t splits;                 // partial i has the keys of part i / splits, and its share of each kTailKeys of them
   int32_t width;                  // of a partial result
@@ -28,13 +28,12 @@ struct TailLaunch {
   PerHead<float> centre;          // scratch [parts, dim]
 };
 
-// The keys that one head weighs.
+// The keys that are weighed.
 struct TailKeys {
   int32_t first, count;
 
-  __device__ TailKeys(const ProxyLaunch& p, const TailLaunch& tail, int64_t head)
-      : first(static_cast<int32_t>((tail.phase + head) % tail.stride)),
-        count((p.count - first + tail.stride - 1) / tail.stride) {}
+  __device__ TailKeys(const ProxyLaunch& p, const TailLaunch& tail)
+      : first(tail.phase), count((p.count - first + tail.stride - 1) / tail.stride) {}
   // Key `key` of these among all, and its token.
   __device__ int32_t place(const TailLaunch& tail, int32_t key) const { return first + key * tail.stride; }
   __device__ int32_t token(const ProxyLaunch& p, const TailLaunch& tail, int32_t key) const {

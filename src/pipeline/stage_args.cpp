@@ -268,7 +268,7 @@ TailArgs tail_args(const Frame& f, const Sample& s, Chunk chunk, const StateSlot
              .centroids = part_centroids(f),
              .sizes = part_sizes(f),
              .stride = f.plan.settings.tail_stride,
-             .phase = sample_phase(f) + chunk.first,
+             .phase = sample_phase(f),  // of every head, so that ranks give the bits of one
              .log_mass = keep_weighs(f) ? log_mass(f) : PerHead<float>()};
   }
   return {.heads = chunk.count,

@@ -39,7 +39,7 @@ struct Parts {
   int64_t each = 0;                     // of a group
   PerHead<const float> centroids = {};  // [groups * each, dim] whose elements are numbers of k's type
   PerHead<const int32_t> sizes = {};    // [groups * each] queries
-  int64_t stride = 1, phase = 0;        // head h weighs the keys at positions (phase + h) mod stride, + stride, ...
+  int64_t stride = 1, phase = 0;        // the keys at positions phase mod stride, + stride, ... are weighed
   PerHead<const float> log_mass = {};   // [groups] as keep left it, and TailArgs::share too; null: both are made here
 };
 

@@ -386,7 +386,7 @@ def test_experts(choose):
 
 def test_text_is_kept(choose):
     """HunyuanVideo's text, padding too, is seen by every query and sees every key, as in sglang's own attention."""
-    choose(**SPARSE, target_density=0.01)
+    choose(**SPARSE, target_density=0.01, tail_follow=0)  # no query is more than a mean of values
     family = HunyuanVideo()
     model, batch = family.build(), request()
     family.run(model, batch)
@@ -410,7 +410,7 @@ def test_text_of_ranks():
 
 def test_h3_layout(choose):
     """Audio and text are seen by every query and see every key; padding is cut, and its rows are zero."""
-    choose(**SPARSE, target_density=0.01)
+    choose(**SPARSE, target_density=0.01, tail_follow=0)  # as above
     family = MiniMaxH3()
     model, batch = family.build(), request()
     family.run(model, batch)
