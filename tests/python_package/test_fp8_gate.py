@@ -104,9 +104,9 @@ def enabled(gate, steps):
     return (video.to_rgb(x)[0] * 255).round().to(torch.uint8).permute(1, 2, 3, 0)
 
 
-@pytest.mark.parametrize("steps, ahead", [(1, 20), (STEPS, 6)])
+@pytest.mark.parametrize("steps, ahead", [(1, 6), (STEPS, 2)])
 def test_fast_is_what_enable_gives(steps, ahead):
-    """Both nets round differently, and where that changes a key that is kept, later steps and a few pixels differ."""
+    """Both nets round differently. In a clip of 144 tokens, of whose keys a mean sees 18, that changes what is kept, and so the video."""
     gate = gate_of(steps)
     (fast, density, _), (dense, one, _) = gate.make(0, "fast", False), gate.make(0, "dense", False)
     assert density == pytest.approx(0.12, rel=0.02) and one == 1
