@@ -62,7 +62,7 @@ class Split {
 
   void run() const {
     std::fill_n(labels_, q_.tokens, -1);
-    const int64_t many = groups_at_once(exec_, parts_), panel = exec_.kernels->panel;
+    const int64_t many = groups_at_once(exec_, parts_);
     exec_.pool->run(ceil_div(args_.groups, many), [&](int64_t chunk, int thread) {
       const int64_t first = chunk * many, end = std::min(first + many, args_.groups);
       auto* const memory = static_cast<std::byte*>(args_.scratch.data) + thread * work_bytes_;
@@ -71,7 +71,7 @@ class Split {
       for (int round = 0; round < args_.rounds; ++round) {
         exec_.kernels->pack(centroid(first, 0), dim_, (end - first) * parts_, dim_, work.panels);
         // Rows that are read past the last panel's end count for nothing.
-        for (int64_t c = first; c < end; ++c) improve(c, work.panels + (c - first) * parts_ % panel, work);
+        for (int64_t c = first; c < end; ++c) improve(c, work.panels + (c - first) * parts_, work);
       }
     });
   }
