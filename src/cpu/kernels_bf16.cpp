@@ -58,32 +58,79 @@ void pack_q(const Kernels&, const RowsView& src, const int32_t* rows, int64_t co
   for (int64_t i = 0; i < count; ++i) copy_row(src, rows[i], to + i * stride, 2 * pairs(src.dim));
 }
 
-// k: panels [ceil(count / 64), channel pairs, 64] of words. Moving words is all that the f32 pack does.
+// Row i of `to`, `stride` apart, is word i of 16 rows, each of `words` of them.
+SCOPE_BF16 void transpose(const std::byte* const (&rows)[16], int64_t words, float* to, int64_t stride) {
+  __m512i a[16], b[16];
+  const auto mask = static_cast<__mmask16>((1u << words) - 1);
+  SCOPE_UNROLL for (int i = 0; i < 16; ++i) a[i] = _mm512_maskz_loadu_epi32(mask, rows[i]);
+  SCOPE_UNROLL for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  SCOPE_UNROLL for (int i = 0; i < 16; i += 4) {  // then part l of a[i + j] has word 4 l + j of rows i to i + 3
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  SCOPE_UNROLL for (int j = 0; j < 4; ++j) {
+    const __m512i low[2] = {_mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88)};
+    const __m512i high[2] = {_mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd), _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd)};
+    b[j] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
+    b[4 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
+    b[8 + j] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
+    b[12 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
+  }
+  SCOPE_UNROLL for (int i = 0; i < 16; ++i) {
+    if (i < words) _mm512_storeu_si512(to + i * stride, b[i]);
+  }
+}
+
+constexpr std::byte kZeros[2 * kMostChannels]{};  // a key past the last
+
+// k: panels [ceil(count / 64), channel pairs, 64] of words. Whole words are read where they lie; else rows are copied first.
 void pack_k(const Kernels& base, const RowsView& src, const int32_t* rows, int64_t count, void* panels, float* buffer,
             int64_t stride) {
   auto* out = static_cast<float*>(panels);
   const int64_t depth = pairs(src.dim);
+  const bool as_they_are = src.dtype == DType::bf16 && src.dim % 2 == 0;
   for (int64_t first = 0; first < count; first += kPanel, out += depth * kPanel) {
     const int64_t n = std::min(kPanel, count - first);
-    for (int64_t i = 0; i < n; ++i)
-      copy_row(src, rows[first + i], reinterpret_cast<uint16_t*>(buffer + i * stride), 2 * depth);
-    base.pack(buffer, stride, n, depth, out);
+    if (!as_they_are) {
+      for (int64_t i = 0; i < n; ++i)
+        copy_row(src, rows[first + i], reinterpret_cast<uint16_t*>(buffer + i * stride), 2 * depth);
+      base.pack(buffer, stride, n, depth, out);
+      continue;
+    }
+    for (int64_t i = 0; i < n; i += 16) {
+      const std::byte* from[16];
+      for (int64_t r = 0; r < 16; ++r) from[r] = i + r < n ? src.row(rows[first + i + r]) : kZeros;
+      for (int64_t k = 0; k < depth; k += 16) {
+        transpose(from, std::min<int64_t>(16, depth - k), out + k * kPanel + i, kPanel);
+        for (const std::byte*& row : from) row += 64;
+      }
+    }
   }
 }
 
 // v: [key pairs, stride] of words.
 SCOPE_BF16 void pack_v(const Kernels&, const RowsView& src, const int32_t* rows, int64_t count, void* block, float* buffer,
                        int64_t stride) {
-  auto* even = reinterpret_cast<uint16_t*>(buffer);
-  uint16_t* odd = even + stride;
+  // Rows that are as they should be are read where they lie.
+  const bool as_they_are = src.dtype == DType::bf16 && src.dim == stride;
+  const auto row = [&](int64_t j, uint16_t* copy) -> const uint16_t* {
+    if (j < count && as_they_are) return reinterpret_cast<const uint16_t*>(src.row(rows[j]));
+    if (j < count) {
+      copy_row(src, rows[j], copy, stride);
+    } else {
+      std::fill(copy, copy + stride, uint16_t{0});
+    }
+    return copy;
+  };
+  auto* copies = reinterpret_cast<uint16_t*>(buffer);
   auto* out = static_cast<uint32_t*>(block);
   for (int64_t j = 0; j < count; j += 2, out += stride) {
-    copy_row(src, rows[j], even, stride);
-    if (j + 1 < count) {
-      copy_row(src, rows[j + 1], odd, stride);
-    } else {
-      std::fill(odd, odd + stride, uint16_t{0});
-    }
+    const uint16_t *even = row(j, copies), *odd = row(j + 1, copies + stride);
     for (int64_t c = 0; c < stride; c += 16) {
       const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + c)));
       const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd + c)));
