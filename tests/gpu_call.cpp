@@ -83,6 +83,25 @@ TEST_F(GpuCalls, BlocksKeepWhatTheCpuKeeps) {
   }
 }
 
+// One chunk of heads, where it fits what auto takes of this device.
+TEST_F(GpuCalls, ALargeDeviceLendsMoreWorkspace) {
+  const Shape shape{.batch = 1,
+                    .heads = 40,
+                    .q_tokens = 75600,
+                    .k_tokens = 75600,
+                    .dim = 128,
+                    .dtype = DType::bf16,
+                    .rope = {},
+                    .subspaces = {}};
+  const Plan plan(context(), method("scope-mean", {{"target_density", "0.1"}}), shape);
+  const int64_t lent = std::max(int64_t{400} << 20, plan.exec.memory_bytes / 100);
+  EXPECT_GT(plan.exec.memory_bytes, int64_t{1} << 30);
+  EXPECT_LE(plan.workspace_bytes, lent);
+  const Plan next(context(), method("scope-mean", {{"target_density", "0.1"}, {"workspace_limit", "4000"}}), shape);
+  EXPECT_EQ(next.chunk, 40);
+  EXPECT_EQ(plan.chunk == 40, next.workspace_bytes <= lent);
+}
+
 TEST_F(GpuCalls, BitwiseOverRunsStreamsAndChunks) {
   const Inputs in(1, 7, 1100, 1100, 64, 33, DType::bf16);
   std::vector<Settings> all = baselines("0.3");

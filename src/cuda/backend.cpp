@@ -104,6 +104,7 @@ Machine open(const ContextOptions& options, ThreadPool& pool) {
   Machine machine{.exec = {}, .name = fmt::format("sm_{}{}", at->major, at->minor), .device = at->name, .parts = parts};
   machine.exec.pool = &pool;
   machine.exec.device = &parts->device;
+  machine.exec.memory_bytes = at->memory_bytes;
   machine.exec.clock = &parts->clock;
   return machine;
 }

@@ -345,9 +345,8 @@ std::vector<Setting> make_table() {
        [](Settings& s, std::string_view t) { s.products = choice("products", t, products_rows()); },
        [](const Settings& s) { return std::string(row(s.products).name); }},
       {"workspace_limit", "call", "auto | 1..1048576",
-       "MiB of workspace on a GPU. Heads go in as few chunks as fit, with the same bits. auto = the larger of 400 (with "
-       "8-bit "
-       "products 1600) and 1.5 times the least that will do",
+       "MiB of workspace on a GPU. Heads go in as few chunks as fit, with the same bits. auto = the most of 400, 1 % of "
+       "the GPU's memory (with 8-bit products 4 times as much) and 1.5 times the least",
        [](Settings& s, std::string_view t) {
          s.workspace_limit = t == "auto" ? 0 : integer("workspace_limit", t, 1, 1048576, "auto or 1..1048576 MiB");
        },

@@ -164,9 +164,11 @@ Plan::Plan(const Context& context_, const Settings& settings_, const Shape& shap
     cut(arena, heads);
     return checked_add(arena.used(), Arena::kAlignment, "workspace bytes");
   };
-  // auto leaves room for chunks beside what all heads of a sample keep where one rho is solved for them.
-  // The bytes of 8-bit products are four times what a head needs otherwise.
-  const int64_t enough = int64_t{settings.products == Products::bf16 ? 400 : 1600} << 20;
+  // auto leaves room for chunks beside what all heads of a sample keep where one rho is solved for them, and takes a
+  // hundredth of a large device, since every chunk costs launches. 8-bit products make bytes for four times what a head
+  // needs otherwise.
+  const int64_t some = std::max(int64_t{400} << 20, exec.memory_bytes / 100);
+  const int64_t enough = settings.products == Products::bf16 ? some : 4 * some;
   const int64_t limit = settings.workspace_limit != 0 ? settings.workspace_limit << 20
                                                       : std::max(enough, checked_mul(bytes(1) / 2, 3, "workspace bytes"));
   chunk = backend->chunk(shape.heads, limit, bytes);

@@ -30,7 +30,8 @@ struct Exec {
 
   // CUDA's.
   const cuda::Device* device = nullptr;
-  bool wgmma = false;  // attend, K-means and the mean with sm_90a kernels; false: portable ones
+  int64_t memory_bytes = 0;  // the device's
+  bool wgmma = false;        // attend, K-means and the mean with sm_90a kernels; false: portable ones
 
   // Of one call.
   void* stream = nullptr;      // a device's queue; everything is launched on it, and nothing waits for it
