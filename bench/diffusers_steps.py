@@ -1,7 +1,7 @@
 r"""Times passes of diffusers' transformers in the shapes of video models, dense and enabled; writes JSON.
 
     SCOPE_LIBRARY=build/cuda/libscope.so PYTHONPATH=python python3 bench/diffusers_steps.py --model wan2.1-t2v-14b \
-        --json bench/results/h200_diffusers_wan.json              (two minutes for Wan, three for HunyuanVideo, more with --repeat)
+        --json bench/results/h200_diffusers_wan.json              (two minutes for Wan, three for HunyuanVideo, more with fp8)
     … --model ltx-2 --grid 16x34x60 --layers 8 --variants scope-mean:target_density=0.1+dense_steps=0
                                                                   another length, a part of the layers
     … --modes compiled --linear bf16,torchao                      dense and variants, then all of them with fp8 linear layers
@@ -9,9 +9,9 @@ r"""Times passes of diffusers' transformers in the shapes of video models, dense
 
 A pass is one forward of the transformer for one branch, and a step has one for each branch: two in Wan and LTX-2, one in the others. Dense
 passes are diffusers' own with cuDNN's attention; sparse ones those of scope_attn.enable: the first of a video, whose states are cold,
-and a warm one. A run is the schedule of the model's row, added up from them. Before anything is timed a pass of two layers of each
-kind runs at the same size, so that no kernel is loaded and no graph compiled inside what counts. Weights and inputs are random and
-drawn on the device.
+and warm ones. --repeat says how many dense and warm passes; a video's first ones run once. A run is the schedule of the model's row,
+added up from them. Before anything is timed a pass of two layers of each kind runs at the same size, so that no kernel is loaded and
+no graph compiled inside what counts. Weights and inputs are random and drawn on the device.
 
 --linear puts the linear layers of all blocks into fp8 after the bf16 ones were timed: "torchao" by its quantize_ with
 Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), "fp8" by bench/fp8_linear.py, which does the same with PyTorch alone.
@@ -220,12 +220,13 @@ class Bench:
     def schedule(self, method, settings):
         """Steps in which layers beyond the dense ones attend sparsely, and how many layers are dense."""
         plan = scope_attn.Plan(batch=1, heads=self.row.heads, q_tokens=self.tokens, k_tokens=self.tokens, dim=self.row.dim,
-                               rope=self.row.rope if any(self.row.rope) else None, method=method, model=self.row.name, **settings)
+                               dtype=str(self.dtype).split(".")[1], rope=self.row.rope if any(self.row.rope) else None,
+                               device=self.device, method=method, model=self.row.name, **settings)
         sparse = [step for step in range(self.steps) if plan.reason(self.row.layers - 1, step, self.steps) is scope_attn.Reason.SPARSE]
         return sparse, int(plan.setting("dense_layers"))
 
     def enabled(self, mode, linear, variant):
-        """A dense pass of the schedule, if it has any, the first sparse one and a warm one.
+        """A dense pass of the schedule, if it has any, the first sparse one and warm ones.
 
         Where dense steps cluster too (HunyuanVideo), the dense pass is the first of a video, whose clustering takes longest, and stands
         for all of them; the first sparse one is warm then.
@@ -235,21 +236,17 @@ class Bench:
         dense = [step for step in range(self.steps) if step not in sparse]
         if len(sparse) < 2:
             sys.exit(f"--variants: {variant} has {len(sparse)} sparse steps of {self.steps}, expected at least 2")
-        at = [*dense[:1], *sparse[:2]]
         scope_attn.enable(self.pipe, method, min_tokens=0, **settings)
-        self.begin(*at)
-        videos = []
-        for _ in range(self.options.repeat):
-            self.new_video()
-            videos.append([self.timed(step) for step in at])
+        self.begin(*dense[:1], *sparse[:2])
+        dense_s = self.timed(dense[0]) if dense else None
+        first_s, *warm = [self.timed(step) for step in sparse[:1 + self.options.repeat]]
         receipt = scope_attn.receipt(self.pipe)
         told = receipt.settings["settings"]
         scope_attn.disable(self.pipe)
-        *dense_s, first_s, warm_s = medians = [statistics.median(column) for column in zip(*videos)]
-        run = lambda passes: len(dense) * sum(passes[:-2]) + passes[-2] + (len(sparse) - 1) * passes[-1]
+        run = lambda warm_s: len(dense) * (dense_s or 0) + first_s + (len(sparse) - 1) * warm_s
+        warm_s = statistics.median(warm)
         return self.case(mode, linear, variant, {"method": method, "model": self.row.name, **told}, float(told["target_density"]),
-                         receipt.density, len(videos), *(dense_s or [None]), first_s, warm_s, run(medians),
-                         [run(video) for video in videos], dense_layers)
+                         receipt.density, len(warm), dense_s, first_s, warm_s, run(warm_s), [run(s) for s in warm], dense_layers)
 
 
 def parsed(variant):
@@ -271,10 +268,13 @@ def main():
                         help="METHOD[:NAME=VALUE[+NAME=VALUE…]], separated by commas, each with a target density")
     parser.add_argument("--linear", type=lambda text: text.split(","), default=["bf16"],
                         help="bf16, or bf16,torchao or bf16,fp8: all cases of the last mode again with fp8 linear layers")
+    parser.add_argument("--fp8-variants", type=lambda text: text.split(","), help="of --variants, those with fp8 linear layers too; "
+                        "without it all of them")
     parser.add_argument("--mask", action="store_true",
                         help="give attention HunyuanVideo's mask of padding, as diffusers does, though it is all ones")
     parser.add_argument("--steps", type=int, help="of the schedule that the run is added up for; without it the model's")
-    parser.add_argument("--repeat", type=int, default=1, help="medians of so many passes; eager dense ones beside compiled ones run once")
+    parser.add_argument("--repeat", type=int, default=1,
+                        help="medians of so many dense and warm passes; eager dense ones beside compiled ones run once")
     parser.add_argument("--commit", default="")
     parser.add_argument("--json", help="written anew after each case")
     options = parser.parse_args()
@@ -286,6 +286,9 @@ def main():
         parser.error("--linear: torchao's float8 refuses a machine without a GPU; take bf16,fp8")
     if len(options.linear) > 1 and not options.small and torch.cuda.get_device_capability() < (8, 9):
         parser.error(f"--linear: {torch.cuda.get_device_name()} has no fp8, which begins with sm_89")
+    for variant in options.fp8_variants or []:
+        if variant not in options.variants:
+            parser.error(f"--fp8-variants: got {variant}, expected some of --variants, {','.join(options.variants)}")
     if options.layers is not None and options.layers < WARM_UP_LAYERS:
         parser.error(f"--layers: got {options.layers}, expected at least {WARM_UP_LAYERS}")
     start, bench = time.perf_counter(), Bench(options)
@@ -331,7 +334,7 @@ def main():
                 if "dense" not in done:
                     add(dense, dense_s, dense["run_s"])
                 for variant in options.variants if last else []:
-                    if variant not in done:
+                    if variant not in done and (linear == "bf16" or variant in (options.fp8_variants or options.variants)):
                         add(bench.enabled(mode, linear, variant), dense_s, dense["run_s"])
     result["finished"] = True
     write()

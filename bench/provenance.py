@@ -115,12 +115,14 @@ def end(result, commit, program):
 
 
 def words(data):
-    """Clocks and power of a result in words, for the line of its source; "" where they are not recorded."""
+    """Sittings (if several), clocks and power of a result, for the line of its source; "" where they are not recorded."""
     found = [x for run in data.get("device_state", ()) for x in (run["start"], run.get("end")) if x]
     if not found:
         return ""
     low_high = lambda key: "–".join(f"{value:g}" for value in sorted({min(v), max(v)})) if (v := [float(x[key]) for x in found]) else ""
-    return (f"; SM clock {low_high('clocks.sm')} of {float(found[0]['clocks.max.sm']):g} MHz and {low_high('power.draw')} of "
+    sittings = len(data["device_state"])
+    return (f"; in {sittings} sittings" if sittings > 1 else "") + (
+            f"; SM clock {low_high('clocks.sm')} of {float(found[0]['clocks.max.sm']):g} MHz and {low_high('power.draw')} of "
             f"{float(found[0]['power.limit']):g} W at the start and the end")
 
 

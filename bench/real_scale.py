@@ -30,7 +30,7 @@ def line(host, case, compiled_s):
 
 
 def repeats(data):
-    return f"medians of {data['repeat']}" if data["repeat"] > 1 else "one run of each pass"
+    return f"medians of {data['repeat']} dense and warm passes" if data["repeat"] > 1 else "one run of each pass"
 
 
 def sources(found):
@@ -64,7 +64,9 @@ def section(load, names):
     for name, data in found.items():
         if data["layers"] != data["model_layers"]:
             sys.exit(f"{name} has {data['layers']} of {data['model_layers']} layers, expected the whole model")
-    cases = [(data["host"] + (f", {case['mode']}" if "mode" in case else ""), case) for data in found.values() for case in data["cases"]]
+    cases = [(", ".join([data["host"], *([case["mode"]] if "mode" in case else []),
+                         *(["fp8 linear layers"] if case.get("linear", "bf16") != "bf16" else [])]), case)
+             for data in found.values() for case in data["cases"]]
     compiled_s = next((case["run_s"] for host, case in cases if host == "diffusers, compiled" and case["variant"] == "dense"), None)
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *(line(*row, compiled_s) for row in cases), ""]
     text = (f"There are {'×'.join(map(str, first['grid']))} = {first['tokens']:,} tokens of video and {first['text']} of "
@@ -124,12 +126,12 @@ def compiled_case(data, variant, linear="bf16"):
 
 
 def faster(data, variant):
-    """How many times as fast as the compiled dense run, with the spread over repetitions where there are some."""
+    """How many times as fast as the compiled dense run, with the spread over repetitions where it shows."""
     dense, case = compiled_case(data, "dense"), compiled_case(data, variant)
     spread = ""
     if data["repeat"] > 1:
-        low, high = (dense["run_s"] / case["run_range_s"][i] for i in (1, 0))
-        spread = f" ({low:.2f} to {high:.2f})"
+        low, high = (f"{dense['run_s'] / case['run_range_s'][i]:.2f}" for i in (1, 0))
+        spread = f" ({low} to {high})" if low != high else ""
     return f"{dense['run_s'] / case['run_s']:.2f}{spread}"
 
 
@@ -144,11 +146,10 @@ def together(load):
     """docs/guide/together.md: what sparse attention and fp8 linear layers give alone and together."""
     passes, videos, found = [], [], {}
     for model in MODELS:
+        name = f"h200_diffusers_{model}.json"
         passes.append(None)
-        for name in (f"h200_together_{model}.json", f"h200_diffusers_{model}.json"):  # the second has bf16 layers alone
-            with contextlib.suppress(FileNotFoundError):
-                passes[-1] = found[name] = load(name)
-                break
+        with contextlib.suppress(FileNotFoundError):
+            passes[-1] = found[name] = load(name)
     for name in ("fp8_clips_wan.json", "fp8_tiny_wan.json"):
         videos.append(None)
         with contextlib.suppress(FileNotFoundError):
@@ -178,7 +179,7 @@ def together(load):
 
 # What a reader sets, and how it was timed and judged: the variant of passes; variant, result and target of videos.
 SETTINGS = (("`enable(pipe)`", None, ("scope-mean", "call", 0.2)),
-            ('`enable(pipe, "quality")`', None, ("quality", "means", None)),
+            ('`enable(pipe, "quality")`', "quality", ("quality", "means", None)),
             ('`enable(pipe, "fast")`', "fast", ("fast", "means", None)),
             ("for comparison: SCOPE as published", "scope:target_density=0.2", ("scope-paper", "run", 0.2)))
 
@@ -201,9 +202,10 @@ def gains(load, folder):
         density = target or round(statistics.mean(found["density"]), 2)
         bold, times = "**" if timed == "fast" else "", []
         for data in models:
-            kept = compiled_case(data, timed)["density"] if timed else density
+            case = timed and compiled_case(data, timed)
+            kept = case["density"] if case else density
             older = kept if kept != density else older
-            times.append(f"{bold}{faster(data, timed)}{bold}" + (f" at {kept:.2f}" if kept != density else "") if timed else "–")
+            times.append(f"{bold}{faster(data, timed)}{bold}" + (f" at {kept:.2f}" if kept != density else "") if case else "–")
         lines.append(f"| {name} | {density:.2f} | {' | '.join(times)} | {far} | {near} |")
     first = models[0]
     spread = ", of unknown spread" if first["repeat"] == 1 else ""

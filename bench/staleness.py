@@ -19,7 +19,7 @@ RESULTS = ROOT / "bench" / "results"
 CODE = ("CMakeLists.txt", "include", "src", "cli", "models")  # what a video can depend on; tools/measure_gpu.sh has the same list
 IN_PYTORCH = ("bench/fp8_linear.py", "python/scope_attn/hosts/session.py", "tools/tiny_video/net.py", "tools/tiny_video/sample.py")
 CPU = ("src/cpu", ":!src/cpu/kernels_s8.cpp", ":!src/cpu/quantise.cpp")  # no timing on a CPU has 8-bit products
-BESIDE = ("h200_means.json", "h200_python.json")  # cited by hand, and read by no table
+BESIDE = ("h200_means.json", "h200_python.json", "h200_steps_wan_fp8.json")  # cited by hand, and read by no table
 ALSO = {"h200_python.json": ("python/scope_attn/_c_api.py", "python/scope_attn/_functions.py", "python/scope_attn/_plan.py",
                              "python/scope_attn/_torch.py")}  # sources whose time a result holds beside the kernels'
 

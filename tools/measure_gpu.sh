@@ -24,12 +24,11 @@ parts='
 timings h200 4                  attention calls against cuDNN and FlashAttention-2
 timings h200_methods 2          methods at matched density
 timings h200_means 1            means of parts against the damped mean
-timings h200_steps_wan 3*       Wan2.1 14B, native, medians of 3
-timings h200_steps_hunyuan 5*   HunyuanVideo 13B, native, medians of 3
-timings h200_diffusers_wan 4    Wan2.1 14B in diffusers, medians of 3
-timings h200_diffusers_hunyuan 6 HunyuanVideo 13B in diffusers, medians of 3
-timings h200_together_wan 4     Wan2.1 14B in diffusers: fast, qk8 and fp8 linear layers
-timings h200_together_hunyuan 6 HunyuanVideo 13B, the same
+timings h200_steps_wan 2*       Wan2.1 14B, native, medians of 3
+timings h200_steps_wan_fp8 1*   the same with fp8 linear layers
+timings h200_steps_hunyuan 3*   HunyuanVideo 13B, native, medians of 3
+timings h200_diffusers_wan 6    Wan2.1 14B in diffusers, with bf16 and fp8 linear layers
+timings h200_diffusers_hunyuan 9 HunyuanVideo 13B in diffusers, the same
 timings h200_ltx2_14080 1       LTX-2 in diffusers, 8 of 48 layers, by length
 timings h200_ltx2_32640 1
 timings h200_ltx2_130560 2
@@ -77,18 +76,15 @@ measure() {
 }
 
 in_python() { say env SCOPE_LIBRARY="$library" PYTHONPATH="python${PYTHONPATH:+:$PYTHONPATH}" "$python" "$@"; }
-steps() {  # RESULT MODEL
+steps() {  # RESULT MODEL LINEAR VARIANTS
   measure "$1" "$scope" 0 say "$scope" steps --model "$2" --backend "$backend" --repeat 3 --commit "$commit" --json "$results/$1.json" \
-    --variants dense,scope:target_density=0.2,scope:target_density=0.1,scope-mean:target_density=0.1,fast
+    --variants "${4:-dense,scope:target_density=0.2,fast}" --linear "${3:-plain}"
 }
 diffusers() {  # RESULT MODEL
   local commit=$package_commit
-  measure "$1" "$library" 0 in_python bench/diffusers_steps.py --model "$2" --repeat 3 --commit "$commit" --json "$results/$1.json"
-}
-together() {  # RESULT MODEL
-  local commit=$package_commit
   measure "$1" "$library" 0 in_python bench/diffusers_steps.py --model "$2" --modes compiled --linear "bf16,${LINEAR:-torchao}" --repeat 3 \
-    --variants fast,fast:products=qk8 --commit "$commit" --json "$results/$1.json"
+    --variants fast,fast:products=qk8,quality,scope:target_density=0.2 --fp8-variants fast,fast:products=qk8 --commit "$commit" \
+    --json "$results/$1.json"
 }
 length() {  # RESULT MODEL GRID
   local commit=$package_commit
@@ -170,11 +166,10 @@ part() {
     h200_methods) calls "$1" --parts methods ;;
     h200_means) calls "$1" --parts means ;;
     h200_steps_wan) steps "$1" wan2.1-t2v-14b ;;
+    h200_steps_wan_fp8) steps "$1" wan2.1-t2v-14b fp8 dense,fast ;;
     h200_steps_hunyuan) steps "$1" hunyuanvideo ;;
     h200_diffusers_wan) diffusers "$1" wan2.1-t2v-14b ;;
     h200_diffusers_hunyuan) diffusers "$1" hunyuanvideo ;;
-    h200_together_wan) together "$1" wan2.1-t2v-14b ;;
-    h200_together_hunyuan) together "$1" hunyuanvideo ;;
     h200_ltx2_14080) length "$1" ltx-2 16x22x40 ;;
     h200_ltx2_32640) length "$1" ltx-2 16x34x60 ;;
     h200_ltx2_130560) length "$1" ltx-2 16x68x120 ;;

@@ -56,14 +56,14 @@ def test_together():
     for case in old["cases"]:
         del case["linear"]  # which results had not before there was a choice
     new = passes(bf16_dense=100.0, bf16_fast=40.0, bf16_qk8=32.0, torchao_dense=80.0, torchao_fast=25.0, torchao_qk8=20.0)
-    text = real_scale.together(loader(h200_diffusers_wan=old, h200_together_wan=new, h200_diffusers_hunyuan=old, fp8_clips_wan=gate(3)))
+    text = real_scale.together(loader(h200_diffusers_wan=new, h200_diffusers_hunyuan=old, fp8_clips_wan=gate(3)))
     no = ["not measured"] * 3
     assert row(text, "compiled dense") == ["1.00", "1.00", "1.0", "1.00", "1.00", "1.0", "–", "–"]
     assert row(text, "dense, fp8 linear layers") == ["1.25", "1.00", "1.0", *no, "41.0", "not measured"]
     assert row(text, "`fast`") == ["2.50", "2.50", "1.0", "2.00", "2.00", "1.0", "38.0", "not measured"]
     assert row(text, "`fast`, fp8 linear layers") == ["4.00", "3.20", "1.0", *no, "37.0", "not measured"]
     assert row(text, "`fast`, `qk8`, fp8 linear layers") == ["5.00", "4.00", "1.0", *no, "not measured", "not measured"]
-    assert "`bench/results/h200_together_wan.json`" in text and "h200_diffusers_wan" not in text
+    assert "`bench/results/h200_diffusers_wan.json`" in text
 
 
 @pytest.mark.parametrize("linear", ["fp8", "torchao"])

@@ -61,30 +61,33 @@ def test_other_shapes(tmp_path, model, branches):
 
 @pytest.mark.parametrize("model, layers", [("wan2.1-t2v-14b", 30), ("hunyuanvideo", 66)])
 def test_fp8_linear(tmp_path, model, layers):
-    """Each case again with fp8 layers: beside bf16 dense passes, and beside dense ones with the same layers. A stopped one goes on."""
+    """Cases that are named, again with fp8 layers: beside bf16 dense passes, and the same layers' dense ones. A stopped one goes on."""
     path = tmp_path / "steps.json"
-    command = [sys.executable, SCRIPT, "--small", "--model", model, "--steps", "4", "--linear", "bf16,fp8", "--variants", "fast",
-               "--json", path]
+    command = [sys.executable, SCRIPT, "--small", "--model", model, "--steps", "4", "--linear", "bf16,fp8", "--variants", "quality,fast",
+               "--fp8-variants", "fast", "--repeat", "2", "--json", path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "compiled inside" not in done.stderr
     data = json.loads(path.read_text())
     assert data["finished"] and (data["fp8_layers"], data["not_in_fp8"]) == (layers, [])
     assert [(case["mode"], case["linear"], case["variant"]) for case in data["cases"]] == [
-        ("eager", "bf16", "dense"), ("compiled", "bf16", "dense"), ("compiled", "bf16", "fast"), ("compiled", "fp8", "dense"),
-        ("compiled", "fp8", "fast")]
-    _, bf16, _, fp8, fast = data["cases"]
+        ("eager", "bf16", "dense"), ("compiled", "bf16", "dense"), ("compiled", "bf16", "quality"), ("compiled", "bf16", "fast"),
+        ("compiled", "fp8", "dense"), ("compiled", "fp8", "fast")]
+    _, bf16, quality, _, fp8, fast = data["cases"]
+    assert [case["repeat"] for case in data["cases"]] == [1, 2, 2, 2, 2, 2]
+    assert quality["run_range_s"][0] <= quality["run_s"] <= quality["run_range_s"][1]
     assert fp8["times_faster"] == pytest.approx(bf16["run_s"] / fp8["run_s"]) and fp8["times_faster_same_linear"] == 1
     assert fast["times_faster"] == pytest.approx(bf16["run_s"] / fast["run_s"])
     assert fast["times_faster_same_linear"] == pytest.approx(fp8["run_s"] / fast["run_s"])
-    path.write_text(json.dumps({**data, "finished": False, "cases": data["cases"][:3]}))
+    path.write_text(json.dumps({**data, "finished": False, "cases": data["cases"][:4]}))
     assert subprocess.run(command, capture_output=True).returncode == 0
     again = json.loads(path.read_text())
-    assert again["finished"] and again["cases"][:3] == data["cases"][:3] and len(again["cases"]) == 5
+    assert again["finished"] and again["cases"][:4] == data["cases"][:4] and len(again["cases"]) == 6
 
 
 @pytest.mark.parametrize("given, told", [(["--modes", "compiled,eager"], "--modes"), (["--linear", "fp8"], "--linear: got fp8, expected"),
                                          (["--linear", "bf16,torchao"], "refuses a machine without a GPU"), (["--layers", "1"], "--layers"),
+                                         (["--fp8-variants", "svg2"], "--fp8-variants: got svg2, expected some of"),
                                          (["--modes", "eager", "--variants", "dense"], "dense has 0 sparse steps")])
 def test_refusals(given, told):
     done = subprocess.run([sys.executable, SCRIPT, "--small", *given], capture_output=True, text=True)
