@@ -227,8 +227,9 @@ def gains(load, folder):
         f"by the same {long_videos} and {short_videos} videos in every row ([fidelity]({folder}notebook/fidelity.md)); the first is not "
         "in this repository. **No video of a full-size model was judged.** On short videos the published method is nearer than `fast`.",
         *notes,
-        "- **The last row**: its speed is that of `scope`, its nearness that of `scope-paper` "
-        f"([methods]({folder}reference/methods.md)) by one threshold for a run. The others meet their share in each call.", ""])
+        "- **The last row**: its nearness is that of `scope-paper`"
+        f"{', its speed that of `scope`' if compiled_case(first, SETTINGS[-1][1]) else ''} "
+        f"([methods]({folder}reference/methods.md)), by one threshold for a run. The others meet their share in each call.", ""])
 
 
 def diffusers(load):
@@ -242,5 +243,5 @@ def diffusers(load):
         lines.append(f"| {title} | " + " | ".join(f"{compiled_case(data, variant)[key]:,.{digits}f}" for data in models) + " |")
     lines.append("| `fast`: times as fast | " + " | ".join(f"**{faster(data, 'fast')}**" for data in models) + " |")
     return "\n".join([*lines, "", "A pass is one forward of the whole transformer with random weights, and a run the "
-                      "model's 50 steps added up from passes. Eager blocks, `scope`, parts and sources: [whole "
+                      "model's 50 steps added up from passes. 8-bit products, fp8 layers, parts and sources: [whole "
                       "models](../notebook/real_scale.md).", ""])
