@@ -549,6 +549,36 @@ TEST(Attend, Int32OffsetOverflowThroughStrides) {
   });
 }
 
+// The last row ends where memory does.
+TEST(AttendOnCpu, NothingIsReadPastTheLastRow) {
+  constexpr int64_t kTokens = 37, kBytes = 1 << 17;  // whole pages, up to 64 KiB each
+  each_machine([](const Exec& exec) {
+    for (const DType dtype : limits().dtypes) {
+      for (const int64_t dim : {8, 10, 40, 72, 128}) {
+        SCOPED_TRACE(fmt::format("{} {}", dtype_name(dtype), dim));
+        Random random(19);
+        Problem problem(random, dtype, 5, kTokens, dim);
+        problem.add_dense_group(5);
+        AttendArgs args = problem.args();
+        const SparseMemory memory[3] = {SparseMemory(kBytes), SparseMemory(kBytes), SparseMemory(kBytes)};
+        HeadsView* views[] = {&args.q, &args.k, &args.v};
+        for (size_t i = 0; i < 3; ++i) {
+          ASSERT_TRUE(memory[i].ok());
+          auto* const end = static_cast<std::byte*>(memory[i].data()) + kBytes / 2;
+          ASSERT_EQ(mprotect(end, kBytes / 2, PROT_NONE), 0);
+          const RowsView near = (*views[i])[0];
+          const RowsView there{end - near.tokens * dim * dtype_bytes(dtype), dtype, near.tokens, dim, dim};
+          for (int64_t r = 0; r < near.tokens; ++r) {
+            std::memcpy(const_cast<std::byte*>(there.row(r)), near.row(r), static_cast<size_t>(dim * dtype_bytes(dtype)));
+          }
+          *views[i] = there;
+        }
+        EXPECT_TRUE(Result(exec, args).all() == Result(exec, problem.args()).all());
+      }
+    }
+  });
+}
+
 // Stride 0: the same key n times.
 TEST(Attend, BroadcastRows) {
   each_machine([](const Exec& exec) {
