@@ -234,12 +234,13 @@ class Bench:
         method, settings = parsed(variant)
         sparse, dense_layers = self.schedule(method, settings)
         dense = [step for step in range(self.steps) if step not in sparse]
-        if len(sparse) < 2:
-            sys.exit(f"--variants: {variant} has {len(sparse)} sparse steps of {self.steps}, expected at least 2")
+        least = 1 + self.options.repeat  # the first, and warm ones
+        if len(sparse) < least:
+            sys.exit(f"--variants: {variant} has {len(sparse)} sparse steps of {self.steps}, expected at least {least}")
         scope_attn.enable(self.pipe, method, min_tokens=0, **settings)
         self.begin(*dense[:1], *sparse[:2])
         dense_s = self.timed(dense[0]) if dense else None
-        first_s, *warm = [self.timed(step) for step in sparse[:1 + self.options.repeat]]
+        first_s, *warm = [self.timed(step) for step in sparse[:least]]
         receipt = scope_attn.receipt(self.pipe)
         told = receipt.settings["settings"]
         scope_attn.disable(self.pipe)

@@ -88,6 +88,8 @@ def test_fp8_linear(tmp_path, model, layers):
 @pytest.mark.parametrize("given, told", [(["--modes", "compiled,eager"], "--modes"), (["--linear", "fp8"], "--linear: got fp8, expected"),
                                          (["--linear", "bf16,torchao"], "refuses a machine without a GPU"), (["--layers", "1"], "--layers"),
                                          (["--fp8-variants", "svg2"], "--fp8-variants: got svg2, expected some of"),
+                                         (["--modes", "eager", "--variants", "fast", "--steps", "3", "--repeat", "3"],
+                                          "fast has 3 sparse steps of 3, expected at least 4"),
                                          (["--modes", "eager", "--variants", "dense"], "dense has 0 sparse steps")])
 def test_refusals(given, told):
     done = subprocess.run([sys.executable, SCRIPT, "--small", *given], capture_output=True, text=True)
